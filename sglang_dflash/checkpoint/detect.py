@@ -1,0 +1,50 @@
+"""The detection table. Adding a format is adding a module with `matches`, `read` and `rename`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sglang_dflash.checkpoint import zlab
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import Refusal
+
+FORMATS: dict[str, ModuleType] = {"zlab": zlab}  # first match wins
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a config file, or a refusal that names the file."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise Refusal(f"{path} does not exist: a draft is a folder with config.json.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Refusal(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise Refusal(f"{path} holds a {type(value).__name__}, not a JSON object.")
+    return value
+
+
+def load_config(path: str | Path) -> DFlashConfig:
+    """Read the draft's configuration from a local checkpoint folder; raises `Refusal`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise Refusal(f"The draft {folder} is not a folder: give the path of a DFlash checkpoint.")
+    raw = read_json(folder / "config.json")
+    for name, adapter in FORMATS.items():
+        if adapter.matches(raw):
+            config: DFlashConfig = adapter.read(raw, str(folder), name)
+            return config
+    raise Refusal(
+        f"{folder / 'config.json'} is no DFlash draft: architectures "
+        f"{raw.get('architectures')}, model_type {raw.get('model_type')!r}. Known formats: "
+        f"{', '.join(FORMATS)}."
+    )
+
+
+def rename_weights(config: DFlashConfig, name: str) -> str:
+    """The draft model's own name of a checkpoint tensor."""
+    renamed: str = FORMATS[config.format].rename(name)
+    return renamed

@@ -1,0 +1,1 @@
+"""The method in pure torch: no SGLang below this line."""

@@ -1,0 +1,23 @@
+"""The one acceptance rule."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept drafts while the target, drawing for itself, draws the same token.
+
+    Drafts are argmax, so the proposal is a point mass: accepting exactly when the target's own draw
+    equals the draft, and committing the first draw that differs, leaves the target's distribution
+    untouched (Leviathan et al. 2023, theorem 1, with q a point mass). Greedy decoding is the case
+    where the draw is argmax.
+
+    block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, the target's draw after
+    each block position. Returns num_accepted [B] int64 in 0..w-1 and bonus [B] int64. The committed
+    tokens are target_ids[:, :num_accepted + 1].
+    """
+    matches = block[:, 1:] == target_ids[:, :-1]  # [B, w-1]
+    num_accepted = matches.cumprod(dim=1).sum(dim=1)  # [B]
+    bonus = target_ids.gather(1, num_accepted[:, None]).squeeze(1)
+    return num_accepted, bonus

@@ -1,0 +1,129 @@
+"""Torch twins of what SGLang has only as Triton kernels or compiled code, for the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
+
+
+def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `ModelRunner._get_attention_backend_from_str`: our class under the name torch_native."""
+    if name != "torch_native":
+        return original(runner, name, *args, **kwargs)
+    from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
+
+    from sglang_dflash.cpu.attention import RealRowsAttention
+
+    return attn_backend_wrapper(runner, RealRowsAttention(runner))
+
+
+def no_kv_copy_kernel(pool: Any) -> None:
+    """REPLACE `MHATokenToKVPool._init_kv_copy_and_warmup`: nothing moves KV on this path."""
+    pool._kv_copy_config = None
+
+
+def alloc_extend(
+    allocator: Any,
+    prefix_lens: Tensor,
+    prefix_lens_cpu: Tensor,
+    seq_lens: Tensor,
+    seq_lens_cpu: Tensor,
+    last_loc: Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> Tensor | None:
+    """REPLACE `PagedTokenToKVPoolAllocator.alloc_extend`."""
+    from sglang_dflash.core.slots import grow
+
+    page = allocator.page_size
+    growth = grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), page)
+    fresh = allocator.alloc(growth.num_pages * page)
+    if fresh is None:
+        return None
+    slots = torch.nn.functional.pad(fresh, (1, 0))[torch.from_numpy(growth.page_slot + 1)]
+    tail = last_loc.long()[torch.from_numpy(growth.request)] + torch.from_numpy(growth.tail_offset)
+    return torch.where(torch.from_numpy(growth.in_tail), tail, slots)
+
+
+def alloc_decode(
+    allocator: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+) -> Tensor | None:
+    """REPLACE `PagedTokenToKVPoolAllocator.alloc_decode`: one token a request."""
+    before = seq_lens_cpu - 1
+    return alloc_extend(
+        allocator, seq_lens - 1, before, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu)
+    )
+
+
+def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which knows no CPU.
+
+    logits: [n, V]; vocab_mask: [n, ceil(V / 32)] int32, bit i of word w allows token 32 w + i.
+    """
+    logits, mask = args[-2:] if len(args) >= 2 else (kwargs["logits"], kwargs["vocab_mask"])
+    if logits.device.type != "cpu":
+        return original(*args, **kwargs)
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+    return None
+
+
+def uncompiled(original: Any, *args: Any) -> Any:
+    """AROUND `get_masked_input_and_mask`: without torch.compile, which needs a C++ compiler."""
+    return original._torchdynamo_orig_callable(*args)
+
+
+def default_limits(_: None, server_args: Any) -> None:
+    """AFTER `handle_speculative_decoding`: bounds that a machine without a GPU needs.
+
+    KV memory defaults to what the requests can use, at most 2 GB for both pools; the ranks of
+    tensor parallelism share the cores instead of needing a NUMA node each.
+    """
+    if server_args.device != "cpu":
+        return
+    if server_args.tp_size > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(server_args.tp_size))
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))
+    if server_args.max_total_tokens is None:
+        bound = _bytes_bound(server_args)
+        config = server_args.get_model_config()
+        if server_args.max_running_requests is not None:
+            bound = min(bound, server_args.max_running_requests * config.context_len)
+        page = server_args.page_size
+        server_args.max_total_tokens = max(page, bound // page * page)
+        logger.info(
+            "CPU: --max-total-tokens %d (at most %d GB of KV); give the flag to change it.",
+            server_args.max_total_tokens,
+            KV_BYTES // 10**9,
+        )
+
+
+def _bytes_bound(server_args: Any) -> int:
+    """Tokens whose KV, target and draft, fits KV_BYTES."""
+    config = server_args.get_model_config()
+    values = config.num_hidden_layers * config.get_total_num_kv_heads()
+    per_token = values * (config.head_dim + config.v_head_dim) * config.dtype.itemsize
+    if server_args.speculative_algorithm == "DFLASH":
+        from sglang_dflash.server_args import draft_config
+
+        draft = draft_config(server_args)
+        per_token += draft.kv_bytes_per_token(config.dtype.itemsize)
+    return int(KV_BYTES // per_token)
+
+
+def _split_cores(ranks: int) -> str:
+    """Cores of each rank, "0|1" for two ranks on two cores; ranks share cores where too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // ranks)
+    return "|".join(
+        ",".join(str(cores[(rank * each + i) % len(cores)]) for i in range(each))
+        for rank in range(ranks)
+    )

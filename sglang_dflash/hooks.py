@@ -1,0 +1,117 @@
+"""What DFLASH changes inside SGLang: one function a seam, named in `plugin.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen3Config
+
+from sglang_dflash import server_args as rules
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import Refusal
+
+
+def validate_request(req: Any) -> str | None:
+    """REPLACE: the reason why a request cannot be served exactly, or None."""
+    if req.return_logprob:
+        return "DFLASH does not serve return_logprob yet."
+    params = req.sampling_params
+    if params.json_schema or params.regex or params.ebnf or params.structural_tag:
+        return "DFLASH does not serve grammars yet."
+    return None
+
+
+def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+    """AROUND: the Transformers config of a DFlash draft comes from our own reading of it."""
+    try:
+        config = rules._load(model, kwargs.get("revision"))
+    except Refusal:
+        return original(model, *args, **kwargs)
+    hf_config = Qwen3Config(**config.hf_config())
+    hf_config.dflash_path = config.path
+    return hf_config
+
+
+class CaptureConfig:
+    """What `ModelRunner` asks of `parse_dflash_draft_config`, answered from our config."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        self.num_target_layers = config.num_target_layers
+        self._layers, self._ids = config.num_layers, list(config.target_layer_ids)
+
+    def require_num_layers(self) -> int:
+        return self._layers
+
+    def resolve_target_layer_ids(self, **_: Any) -> list[int]:
+        return self._ids
+
+
+def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
+    """REPLACE `parse_dflash_draft_config`."""
+    return CaptureConfig(rules.load_config(draft_hf_config.dflash_path))
+
+
+def capture_layers(original: Any, runner: Any) -> None:
+    """AROUND `ModelRunner.init_aux_hidden_state_capture`: the last layer is a layer, too.
+
+    SGLang captures before layer k + 1, which does not exist for the last layer: its output is what
+    the LM head reads, so the logits processor appends that (see `append_final_state`). Transformers'
+    `hidden_states[L]`, which drafts are trained on, is the same state after the final norm.
+    """
+    if not runner.dflash_use_aux_hidden_state:
+        return original(runner)
+    last = runner.model_config.hf_text_config.num_hidden_layers - 1
+    ids = runner.dflash_target_layer_ids
+    if ids[-1] == last:
+        language = getattr(runner.model, "language_model", runner.model)
+        processor = getattr(runner.model, "logits_processor", None) or language.logits_processor
+        processor.dflash_append_final = True
+        ids = ids[:-1]
+    if ids:
+        runner.model.set_dflash_layers_to_capture(ids)
+    return None
+
+
+def append_final_state(
+    original: Any,
+    processor: Any,
+    input_ids: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    logits_metadata: Any,
+    aux_hidden_states: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND `LogitsProcessor.forward`: add the last layer's state to the captured ones."""
+    if aux_hidden_states is not None and getattr(processor, "dflash_append_final", False):
+        aux_hidden_states = [*aux_hidden_states, hidden_states]
+    return original(
+        processor,
+        input_ids,
+        hidden_states,
+        lm_head,
+        logits_metadata,
+        aux_hidden_states,
+        *args,
+        **kwargs,
+    )
+
+
+def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
+    """AFTER `_compute_cell_size`: a token costs the target's KV and the draft's own."""
+    if not runner.spec_algorithm.is_dflash() or runner.is_draft_worker:
+        return result
+    draft = rules.draft_config(runner.server_args)
+    heads = max(1, draft.num_kv_heads // runner.tp_size)
+    return int(result + draft.kv_bytes_per_token(runner.kv_cache_dtype.itemsize) * heads // draft.num_kv_heads)
+
+
+def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:
+    """REPLACE `scale_kv_cell_size_per_token_for_dflash`: `cell_size` has counted the draft."""
+    return target_cell_size_per_token
+
+
+def no_mask(attn_backend: Any) -> tuple[str, bool]:
+    """REPLACE `resolve_dflash_verify_mask_policy`: our backends verify a chain causally."""
+    return type(attn_backend).__name__, False

@@ -1,0 +1,1 @@
+"""Each Triton kernel beside its torch twin, same signature."""

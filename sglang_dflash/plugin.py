@@ -1,0 +1,238 @@
+"""The two entry points of `sglang.srt.plugins`, and every hook into SGLang in one table.
+
+SGLang only logs a plugin that fails and goes on with its built-in DFLASH. So the first thing that
+`dflash` does is to replace the creation of the DFLASH worker by one that refuses unless everything
+below is in place; nothing that can fail comes before it.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+SGLANG_VERSION = "0.5.13.post1"
+
+
+class Hook(NamedTuple):
+    target: str  # dotted name in sglang.srt
+    kind: str  # HookType member
+    function: str  # module:name in this package, imported at first use
+    why: str
+
+
+DFLASH_HOOKS = (
+    Hook(
+        "arg_groups.speculative_hook._handle_dflash",
+        "REPLACE",
+        "server_args:handle_dflash",
+        "the built-in warns and falls back where we refuse",
+    ),
+    Hook(
+        "speculative.dflash_utils.validate_dflash_request",
+        "REPLACE",
+        "hooks:validate_request",
+        "the built-in refuses logprobs and grammars",
+    ),
+    Hook(
+        "speculative.dflash_utils.parse_dflash_draft_config",
+        "REPLACE",
+        "hooks:parse_draft_config",
+        "one reading of the checkpoint for the whole process",
+    ),
+    Hook(
+        "utils.hf_transformers.config.get_config",
+        "AROUND",
+        "hooks:get_config",
+        "SGLang builds the draft runner from a Transformers config",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture",
+        "AROUND",
+        "hooks:capture_layers",
+        "the last layer can be a target layer",
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor.forward",
+        "AROUND",
+        "hooks:append_final_state",
+        "the last layer's state is known only there",
+    ),
+    Hook(
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "AFTER",
+        "hooks:cell_size",
+        "the draft's KV has its own heads and layers",
+    ),
+    Hook(
+        "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash",
+        "REPLACE",
+        "hooks:cell_size_is_counted",
+        "the built-in guesses the draft's KV from the target's",
+    ),
+    Hook(
+        "speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        "REPLACE",
+        "hooks:no_mask",
+        "a chain needs no mask; the built-in builds one a request",
+    ),
+)
+
+CPU_HOOKS = (
+    Hook(
+        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
+        "AROUND",
+        "cpu.stand_ins:attention_backend",
+        "SGLang's torch_native pads queries and knows no TARGET_VERIFY",
+    ),
+    Hook(
+        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        "REPLACE",
+        "cpu.stand_ins:no_kv_copy_kernel",
+        "Triton kernel",
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        "REPLACE",
+        "cpu.stand_ins:alloc_extend",
+        "Triton kernel",
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
+        "REPLACE",
+        "cpu.stand_ins:alloc_decode",
+        "Triton kernel",
+    ),
+    Hook(
+        "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "AROUND",
+        "cpu.stand_ins:apply_vocab_mask",
+        "no CPU branch",
+    ),
+    Hook(
+        "layers.vocab_parallel_embedding.get_masked_input_and_mask",
+        "AROUND",
+        "cpu.stand_ins:uncompiled",
+        "torch.compile needs a C++ compiler",
+    ),
+    Hook(
+        "arg_groups.speculative_hook.handle_speculative_decoding",
+        "AFTER",
+        "cpu.stand_ins:default_limits",
+        "SGLang sizes KV for a GPU and wants a NUMA node a rank",
+    ),
+)
+
+
+def dflash() -> None:
+    """Take over `--speculative-algorithm DFLASH`."""
+    _guard_dflash()
+    _print_refusals_plainly()
+    _register(DFLASH_HOOKS)
+
+
+def dflash_cpu() -> None:
+    """Let SGLang run on a machine without an accelerator."""
+    if _has_accelerator():
+        return
+    from sglang.srt.utils import common
+
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
+    common.is_cpu.cache_clear()
+    _register(CPU_HOOKS)
+
+
+def missing_hooks() -> list[str]:
+    """Why a DFLASH server must not start; empty if all is in place."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    if installed != SGLANG_VERSION:
+        return [f"SGLang is {installed}, this release serves {SGLANG_VERSION}"]
+    wanted = DFLASH_HOOKS if _has_accelerator() else DFLASH_HOOKS + CPU_HOOKS
+    return [
+        f"no hook on {hook.target}"
+        for hook in wanted
+        if f"sglang.srt.{hook.target}" not in HookRegistry._patched
+    ]
+
+
+def _guard_dflash() -> None:
+    """Replace the creation of the DFLASH worker, and judge its arguments before children start."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    create_worker = SpeculativeAlgorithm.create_worker
+    handle = speculative_hook.handle_speculative_decoding
+
+    def refuse_if_incomplete() -> None:
+        from sglang_dflash.errors import Refusal
+
+        if missing := missing_hooks():
+            raise Refusal(
+                f"sglang-dflash cannot serve DFLASH here: {'; '.join(missing)}. Install "
+                f"sglang=={SGLANG_VERSION}, load both of its plugins (SGLANG_PLUGINS unset), or "
+                "leave the plugin dflash out of SGLANG_PLUGINS to run SGLang's own DFLASH."
+            )
+
+    def guarded_create(self: Any, server_args: Any) -> Any:
+        if not self.is_dflash():
+            return create_worker(self, server_args)
+        refuse_if_incomplete()
+        from sglang.srt.models.registry import ModelRegistry
+
+        from sglang_dflash.runtime.worker import DFlashWorker
+
+        ModelRegistry.register("sglang_dflash.model", overwrite=True)
+        return DFlashWorker
+
+    def guarded_handle(server_args: Any) -> None:
+        if (server_args.speculative_algorithm or "").upper() == "DFLASH":
+            refuse_if_incomplete()
+        handle(server_args)
+
+    SpeculativeAlgorithm.create_worker = guarded_create
+    speculative_hook.handle_speculative_decoding = guarded_handle
+
+
+def _print_refusals_plainly() -> None:
+    """A `Refusal` that ends the process is one paragraph on stderr, without a traceback."""
+    shown = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if kind.__module__ == "sglang_dflash.errors":
+            print(f"sglang-dflash: {error}", file=sys.stderr)
+        else:
+            shown(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _register(hooks: tuple[Hook, ...]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(f"sglang.srt.{hook.target}", _lazy(hook.function), HookType[hook.kind])
+
+
+def _lazy(function: str) -> Callable[..., Any]:
+    """Import our side of a hook at its first call: SGLang's modules load in their own order."""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return pkgutil.resolve_name(f"sglang_dflash.{function}")(*args, **kwargs)
+
+    hook.__qualname__ = function
+    return hook
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None

@@ -1,0 +1,50 @@
+"""Propose: one non-causal forward of the draft over anchor and masks."""
+
+from __future__ import annotations
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.core.block import block_positions, masked_block
+from sglang_dflash.runtime.slots import Slots
+from sglang_dflash.runtime.state import DFlashBlock, DFlashState
+
+
+class Drafter:
+    def __init__(self, runner: ModelRunner, slots: Slots, block_size: int, mask_token_id: int):
+        self._runner, self._slots = runner, slots
+        self._block_size, self._mask_token_id = block_size, mask_token_id
+
+    def propose(self, batch: ScheduleBatch, state: DFlashState) -> DFlashBlock:
+        """The drafted block of every request; its slots hold the draft's K/V of the masks."""
+        positions = block_positions(batch.seq_lens, self._block_size)
+        masked = DFlashBlock(
+            token_ids=masked_block(state.anchors, self._block_size, self._mask_token_id),
+            position_ids=positions,
+            slots=self._slots.of(batch, positions),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(batch.reqs),
+            input_ids=masked.draft_token,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            seq_lens_sum=int(batch.seq_lens_cpu.sum()),
+            out_cache_loc=masked.slots.flatten(),
+            positions=masked.positions,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=masked,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        output = self._runner.forward(forward_batch).logits_output
+        # A copy: the graphs of draft and target share memory, and the target runs next.
+        token_ids = output.hidden_states.view(-1, self._block_size).clone()
+        return DFlashBlock(token_ids, positions, masked.slots)

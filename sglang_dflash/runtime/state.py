@@ -1,0 +1,81 @@
+"""What travels between steps, and what a forward of the block carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from torch import Tensor
+
+
+@dataclass
+class DFlashState(SpecInput):
+    """Carried by `ScheduleBatch.spec_info` between steps: the last committed token of each row."""
+
+    anchors: Tensor  # [B] int64
+
+    def __post_init__(self) -> None:
+        super().__init__(SpecInputType.DFLASH_DRAFT)
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        return 1, 1
+
+    def filter_batch(self, new_indices: Tensor, has_been_filtered: bool = True) -> None:
+        """Keep these rows. Rows are never filtered beforehand, whatever the flag says."""
+        self.anchors = self.anchors[new_indices]
+
+    def merge_batch(self, other: DFlashState) -> None:
+        self.anchors = torch.cat([self.anchors, other.anchors])
+
+
+@dataclass
+class DFlashBlock(SpecInput):
+    """A block of N tokens a request in TARGET_VERIFY mode, for the draft and for the target.
+
+    The fields below `slots` are those that SGLang's attention backends and graph runner read.
+    """
+
+    token_ids: Tensor  # [B, N] int64, column 0 is the anchor
+    position_ids: Tensor  # [B, N] int64
+    slots: Tensor  # [B, N] int64, KV slots in both pools
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
+    topk: int = 1
+    custom_mask: Tensor | None = None  # a chain: the backends' own causal path is exact
+
+    def __post_init__(self) -> None:
+        super().__init__(SpecInputType.DFLASH_VERIFY)
+        self.draft_token_num = self.num_tokens_per_batch = self.token_ids.shape[1]
+        self.draft_token = self.token_ids.flatten()
+        self.positions = self.position_ids.flatten()
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        return self.draft_token_num, self.draft_token_num
+
+    def generate_attn_arg_prefill(
+        self,
+        req_pool_indices: Tensor,
+        paged_kernel_lens: Tensor,
+        paged_kernel_lens_sum: int,
+        req_to_token: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """FlashInfer's view of prefix and block: KV indices, KV indptr, query indptr, no mask."""
+        rows, width, device = len(req_pool_indices), self.draft_token_num, req_to_token.device
+        lens = paged_kernel_lens + width
+        kv_indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        kv_indptr[1:] = lens.cumsum(0)
+        qo_indptr = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
+        total = paged_kernel_lens_sum + width * rows
+        kv_indices = torch.empty(total, dtype=torch.int32, device=device)
+        create_flashinfer_kv_indices_triton[(rows,)](
+            req_to_token,
+            req_pool_indices,
+            lens,
+            kv_indptr,
+            None,
+            kv_indices,
+            req_to_token.stride(0),
+        )
+        return kv_indices, kv_indptr, qo_indptr, None

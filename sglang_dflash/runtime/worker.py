@@ -1,0 +1,173 @@
+"""`DFlashWorker`: what SGLang's spec-v1 scheduler drives in place of a TP worker."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.server_args import (
+    ServerArgs,
+    get_global_server_args,
+    set_global_server_args_for_scheduler,
+)
+
+from sglang_dflash import __version__
+from sglang_dflash.core.slots import ceil_align
+from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.model.lm_head import TargetVocabulary
+from sglang_dflash.runtime.committer import Committer
+from sglang_dflash.runtime.drafter import Drafter
+from sglang_dflash.runtime.slots import Slots
+from sglang_dflash.runtime.state import DFlashState
+from sglang_dflash.runtime.verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker:
+    """Owns the draft; shares the target's rows and allocator. Constructor as SGLang calls it."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        gpu_id: int,
+        tp_rank: int,
+        dp_rank: int | None,
+        moe_ep_rank: int,
+        attn_cp_rank: int,
+        moe_dp_rank: int,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        self.server_args = server_args
+        self.target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.model_config = target_worker.model_config
+        self.device = target_worker.device
+        self.draft_worker = _draft_worker(
+            server_args,
+            target_worker,
+            gpu_id=gpu_id,
+            tp_rank=tp_rank,
+            dp_rank=dp_rank,
+            moe_ep_rank=moe_ep_rank,
+            attn_cp_rank=attn_cp_rank,
+            moe_dp_rank=moe_dp_rank,
+            nccl_port=nccl_port,
+        )
+        self.draft_model_runner = self.draft_worker.model_runner
+        model = self.draft_model_runner.model
+        block_size = server_args.speculative_num_draft_tokens
+
+        rows, allocator = target_worker.get_memory_pool()
+        self.slots = Slots(rows, allocator)
+        self.drafter = Drafter(
+            self.draft_model_runner, self.slots, block_size, model.dflash.mask_token_id
+        )
+        self.verifier = Verifier(target_worker)
+        self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
+        self.committer = Committer(self.context_kv)
+        self._block_size = block_size
+        self._group = get_tp_group()
+        _keep_block_in_pool(target_worker, block_size)
+        if tp_rank == 0:
+            logger.info(
+                "sglang-dflash %s: draft=%s format=%s block_size=%d layers=%d target_layer_ids=%s "
+                "attention(target=%s, draft=%s) tp=%d",
+                __version__,
+                server_args.speculative_draft_model_path,
+                model.dflash.format,
+                block_size,
+                model.dflash.num_layers,
+                list(model.dflash.target_layer_ids),
+                "/".join(sorted(set(server_args.get_attention_backends()))),
+                self.draft_model_runner.server_args.attention_backend,
+                server_args.tp_size,
+            )
+
+    @torch.inference_mode()
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if batch.forward_mode.is_extend():
+            return self._extend(batch)
+        state: DFlashState = batch.spec_info
+        self.slots.reserve(batch, self._block_size)
+        block = self.drafter.propose(batch, state)
+        verified = self.verifier.verify(batch, block)
+        return self.committer.commit(batch, verified)
+
+    def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Prefill: the target's own forward and draw, then the context KV of every new token."""
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
+        forward_batch = ForwardBatch.init_new(batch, self.model_runner)
+        result = self.target_worker.forward_batch_generation(None, forward_batch)
+        anchors = result.next_token_ids.long()
+        if self._group.world_size > 1:
+            torch.distributed.broadcast(
+                anchors, src=self._group.ranks[0], group=self._group.device_group
+            )
+            result.next_token_ids = anchors
+        output = result.logits_output
+        self.context_kv.write(
+            output.hidden_states, forward_batch.positions.long(), batch.out_cache_loc
+        )
+        output.hidden_states = None
+        batch.spec_info = DFlashState(anchors)
+        return result
+
+    def clear_cache_pool(self) -> None:
+        """Nothing to clear: slots and rows are the target's, and stale draft KV is never read."""
+
+    def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
+        """The request names the target's new weights; the draft keeps its own."""
+        return self.target_worker.update_weights_from_disk(recv_req)
+
+
+def _draft_worker(server_args: ServerArgs, target: TpModelWorker, **ranks) -> TpModelWorker:
+    """A TP worker of the draft on the target's rows and allocator, with graphs captured last.
+
+    The draft's forward reads the target's embedding and LM head, which are bound only once both
+    models exist; so its graphs are captured after that, not inside the constructor.
+    """
+    args = copy.deepcopy(server_args)
+    args.skip_tokenizer_init = True
+    args.disable_cuda_graph = True
+    args.attention_backend = server_args.speculative_draft_attention_backend
+    args.speculative_draft_attention_backend = None
+    args.prefill_attention_backend = args.decode_attention_backend = None
+    args.context_length = target.model_runner.model_config.context_len
+    rows, allocator = target.get_memory_pool()
+    saved = get_global_server_args()
+    try:
+        worker = TpModelWorker(
+            server_args=args,
+            pp_rank=0,
+            is_draft_worker=True,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=allocator,
+            memory_pool_config=target.model_runner.memory_pool_config,
+            **ranks,
+        )
+        model = worker.model_runner.model
+        model.vocabulary = TargetVocabulary.of(target.model_runner.model)
+        model.block_size = server_args.speculative_num_draft_tokens
+        args.disable_cuda_graph = server_args.disable_cuda_graph
+        worker.model_runner.init_device_graphs()
+    finally:
+        set_global_server_args_for_scheduler(saved)
+    return worker
+
+
+def _keep_block_in_pool(target: TpModelWorker, block_size: int) -> None:
+    """Bound request lengths so that the last block of the longest one still fits the KV pool."""
+    room = target.max_total_num_tokens - ceil_align(block_size, target.server_args.page_size)
+    if room < target.max_req_len:
+        logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
+        target.max_req_len = room
+        target.max_req_input_len = room - 5

@@ -1,0 +1,163 @@
+"""Normalise or refuse server arguments for DFLASH: the one place where flags are judged."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.fit import Target, problems
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import Refusal
+
+logger = logging.getLogger(__name__)
+
+DRAFT_BACKENDS = {"cuda": ("flashinfer", "fa3", "triton"), "cpu": ("torch_native",)}
+
+# Flags that cannot be served exactly: (attribute, values that are fine, what to do).
+REFUSED_FLAGS: tuple[tuple[str, tuple, str], ...] = (
+    ("speculative_num_steps", (None, 1), "DFLASH drafts a block in one step; leave it out"),
+    ("speculative_eagle_topk", (None, 1), "a block is a chain, not a tree; leave it out"),
+    ("speculative_accept_threshold_single", (1.0,), "it makes output lossy; leave it at 1.0"),
+    ("speculative_accept_threshold_acc", (1.0,), "it makes output lossy; leave it at 1.0"),
+    ("speculative_token_map", (None,), "the draft uses the target's own vocabulary; leave it out"),
+    ("speculative_adaptive", (False,), "it adapts EAGLE's steps; leave it out"),
+    ("speculative_moe_a2a_backend", (None,), "the draft has no experts; leave it out"),
+    ("enable_dp_attention", (False,), "use tensor parallelism instead"),
+    ("pp_size", (1,), "use tensor parallelism instead"),
+    ("disaggregation_mode", ("null",), "serve prefill and decode in one process"),
+    ("enable_lora", (None, False), "leave the adapters out, or serve without speculation"),
+    ("kv_cache_dtype", ("auto",), "the draft's KV keeps the model's dtype; leave it at auto"),
+    ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV; leave it out"),
+    ("enable_lmcache", (False,), "its hits would lack the draft's KV; leave it out"),
+    ("enable_hisparse", (False,), "leave it out"),
+    ("enable_mixed_chunk", (False,), "prefill and verify are separate steps; leave it out"),
+    ("enable_pdmux", (False,), "leave it out"),
+    ("enable_two_batch_overlap", (False,), "leave it out"),
+    ("dllm_algorithm", (None,), "leave it out"),
+)
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, revision: str | None) -> DFlashConfig:
+    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/")):
+        return load_config(path)
+    try:
+        file = hf_hub_download(path, "config.json", revision=revision)
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise Refusal(
+            f"The draft {path!r} is neither a folder here nor to be had from the model hub: {error}"
+        ) from None
+    return load_config(Path(file).parent)
+
+
+def draft_config(server_args: ServerArgs) -> DFlashConfig:
+    """The draft of these server arguments, read once; raises `Refusal`."""
+    if server_args.speculative_draft_model_path is None:
+        raise Refusal(
+            "--speculative-algorithm DFLASH needs a draft: give --speculative-draft-model-path."
+        )
+    return _load(
+        server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+    )
+
+
+def handle_dflash(server_args: ServerArgs) -> None:
+    """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
+    for name, fine, advice in REFUSED_FLAGS:
+        if getattr(server_args, name) not in fine:
+            flag = name.replace("_", "-")
+            raise Refusal(f"DFLASH does not work with --{flag} {getattr(server_args, name)}: {advice}.")
+    if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
+        raise Refusal("DFLASH drafts have no experts: leave --speculative-moe-runner-backend out.")
+    draft = draft_config(server_args)
+    server_args.speculative_num_draft_tokens = _block_size(server_args, draft)
+    server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
+    server_args.speculative_draft_attention_backend = _draft_backend(server_args)
+    _check_target(server_args, draft)
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = 48
+        logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")
+    server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
+    # The draft's weights never arrive with an update of the target's: keep a copy over a release.
+    server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
+
+
+def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
+    """The served block: an explicit flag, else the trained length."""
+    given = {
+        "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
+        "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
+    }
+    values = {value for value in given.values() if value is not None} or {draft.block_size}
+    if len(values) > 1:
+        raise Refusal(f"{' and '.join(given)} are aliases but differ: {sorted(values)}.")
+    size = values.pop()
+    if not 2 <= size <= draft.block_size:
+        raise Refusal(
+            f"A block of {size} does not work: this draft was trained with {draft.block_size}, so "
+            f"give 2 to {draft.block_size} (the anchor counts)."
+        )
+    window = server_args.speculative_draft_window_size
+    if window is not None and window < size:
+        raise Refusal(
+            f"A block of {size} does not fit --speculative-draft-window-size {window}: give at "
+            f"least {size}."
+        )
+    return size
+
+
+def _draft_backend(server_args: ServerArgs) -> str:
+    """The attention backend of the draft: an explicit flag, else the target's."""
+    able = DRAFT_BACKENDS.get(server_args.device)
+    if able is None:
+        raise Refusal(f"DFLASH runs on cuda and cpu, not on {server_args.device}.")
+    target = set(server_args.get_attention_backends())
+    if not target <= set(able):
+        raise Refusal(
+            f"DFLASH verifies with the attention backends {', '.join(able)}, not "
+            f"{', '.join(sorted(target - set(able)))}: give --attention-backend {able[0]}."
+        )
+    chosen = server_args.speculative_draft_attention_backend
+    if chosen is None:
+        _, chosen = server_args.get_attention_backends()
+    if chosen not in able:
+        raise Refusal(
+            f"The draft attends without causality, which {chosen} does not offer: give "
+            f"--speculative-draft-attention-backend {' or '.join(able)}."
+        )
+    return str(chosen)
+
+
+def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    model_config = server_args.get_model_config()
+    text = model_config.hf_text_config
+    target = Target(
+        path=server_args.model_path,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+    found = problems(draft, target)
+    if found:
+        raise Refusal(
+            f"The draft {draft.path} does not fit the target {target.path}: "
+            + " ".join(map(str, found))
+        )
+    heads = {"attention heads": draft.num_heads, "KV heads": draft.num_kv_heads}
+    for what, count in heads.items():
+        if count % server_args.tp_size and server_args.tp_size % count:
+            raise Refusal(f"The draft's {count} {what} cannot be split over --tp {server_args.tp_size}.")
+    from sglang.srt.models.registry import ModelRegistry
+
+    cls, name = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
+    if not hasattr(cls, "set_dflash_layers_to_capture"):
+        raise Refusal(
+            f"The target class {name} does not hand out hidden states for DFLASH "
+            "(set_dflash_layers_to_capture): serve it without --speculative-algorithm DFLASH."
+        )

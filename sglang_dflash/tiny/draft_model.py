@@ -1,0 +1,105 @@
+"""The draft as plain PyTorch, for training only; the server runs `sglang_dflash.model.draft`.
+
+One forward predicts many blocks of a sequence at once (DFlash paper, section "training"): the
+context K/V of the whole sequence is computed once, and a mask lets each block see the context
+before its anchor and, without causality, itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate halves. x: [B, heads, T, D]; positions: [B, T] int64."""
+    half = x.shape[-1] // 2
+    inverse = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions[:, None, :, None].float() * inverse
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        hidden, dim, eps = c["hidden_size"], c["head_dim"], c["rms_norm_eps"]
+        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        self.dim, self.theta = dim, c["rope_theta"]
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(hidden, self.heads * dim, bias=False),
+                "k_proj": nn.Linear(hidden, self.kv_heads * dim, bias=False),
+                "v_proj": nn.Linear(hidden, self.kv_heads * dim, bias=False),
+                "o_proj": nn.Linear(self.heads * dim, hidden, bias=False),
+                "q_norm": nn.RMSNorm(dim, eps),
+                "k_norm": nn.RMSNorm(dim, eps),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, c["intermediate_size"], bias=False),
+                "up_proj": nn.Linear(hidden, c["intermediate_size"], bias=False),
+                "down_proj": nn.Linear(c["intermediate_size"], hidden, bias=False),
+            }
+        )
+
+    def forward(
+        self, x: Tensor, context: Tensor, positions: Tensor, context_positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        a = self.self_attn
+        h = self.input_layernorm(x)
+        q = a["q_norm"](a["q_proj"](h).unflatten(-1, (self.heads, self.dim))).transpose(1, 2)
+        source = torch.cat([context, h], dim=1)
+        k = a["k_norm"](a["k_proj"](source).unflatten(-1, (self.kv_heads, self.dim)))
+        v = a["v_proj"](source).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        q = _rope(q, positions, self.theta)
+        k = _rope(k.transpose(1, 2), torch.cat([context_positions, positions], 1), self.theta)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        x = x + a["o_proj"](o.transpose(1, 2).flatten(2))
+        h = self.post_attention_layernorm(x)
+        m = self.mlp
+        return x + m["down_proj"](F.silu(m["gate_proj"](h)) * m["up_proj"](h))
+
+
+class Draft(nn.Module):
+    """c: the z-lab config.json as a dict. Parameter names are those of the z-lab checkpoint."""
+
+    def __init__(self, c: dict) -> None:
+        super().__init__()
+        hidden = c["hidden_size"]
+        self.block_size = c["block_size"]
+        self.mask_token_id = c["dflash_config"]["mask_token_id"]
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.fc = nn.Linear(len(c["dflash_config"]["target_layer_ids"]) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, c["rms_norm_eps"])
+        self.norm = nn.RMSNorm(hidden, c["rms_norm_eps"])
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding) -> Tensor:
+        """Hidden states of every block.
+
+        features: [B, S, K*H]; ids: [B, S] int64; anchors: [B, A] int64 positions. -> [B, A, N, H]
+        """
+        batch, length = ids.shape
+        count, n = anchors.shape[1], self.block_size
+        block = torch.full((batch, count, n), self.mask_token_id, device=ids.device)
+        block[:, :, 0] = ids.gather(1, anchors)
+        offsets = torch.arange(n, device=ids.device)
+        positions = (anchors[:, :, None] + offsets).flatten(1)
+        context_positions = torch.arange(length, device=ids.device).expand(batch, -1)
+        owner = torch.arange(count, device=ids.device).repeat_interleave(n)
+        sees_context = context_positions[:, None, :] < anchors.repeat_interleave(n, 1)[:, :, None]
+        sees_block = (owner[:, None] == owner).expand(batch, -1, -1)
+        mask = torch.cat([sees_context, sees_block], dim=2)[:, None]
+        context = self.hidden_norm(self.fc(features))
+        x = embed(block.flatten(1))
+        for layer in self.layers:
+            x = layer(x, context, positions, context_positions, mask)
+        return self.norm(x).unflatten(1, (count, n))
