@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import Qwen3Config
 
+from sglang.srt.server_args import get_global_server_args
+
 from sglang_dflash import server_args as rules
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import Refusal
@@ -13,11 +15,11 @@ from sglang_dflash.errors import Refusal
 
 def validate_request(req: Any) -> str | None:
     """REPLACE: the reason why a request cannot be served exactly, or None."""
-    if req.return_logprob:
-        return "DFLASH does not serve return_logprob yet."
-    params = req.sampling_params
-    if params.json_schema or params.regex or params.ebnf or params.structural_tag:
-        return "DFLASH does not serve grammars yet."
+    if req.sampling_params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
+        return (
+            "min_p has no seeded draw in SGLang: leave min_p out, or serve without "
+            "--enable-deterministic-inference."
+        )
     return None
 
 
@@ -62,13 +64,12 @@ def capture_layers(original: Any, runner: Any) -> None:
         return original(runner)
     last = runner.model_config.hf_text_config.num_hidden_layers - 1
     ids = runner.dflash_target_layer_ids
-    if ids[-1] == last:
+    if ids[-1] == last or runner.server_args.enable_return_hidden_states:
         language = getattr(runner.model, "language_model", runner.model)
         processor = getattr(runner.model, "logits_processor", None) or language.logits_processor
         processor.dflash_append_final = True
-        ids = ids[:-1]
-    if ids:
-        runner.model.set_dflash_layers_to_capture(ids)
+    if captured := [i for i in ids if i < last]:
+        runner.model.set_dflash_layers_to_capture(captured)
     return None
 
 
@@ -83,7 +84,7 @@ def append_final_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND `LogitsProcessor.forward`: add the last layer's state to the captured ones."""
+    """AROUND `LogitsProcessor.forward`: add the last layer's state behind the captured ones."""
     if aux_hidden_states is not None and getattr(processor, "dflash_append_final", False):
         aux_hidden_states = [*aux_hidden_states, hidden_states]
     return original(
@@ -104,7 +105,10 @@ def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> i
         return result
     draft = rules.draft_config(runner.server_args)
     heads = max(1, draft.num_kv_heads // runner.tp_size)
-    return int(result + draft.kv_bytes_per_token(runner.kv_cache_dtype.itemsize) * heads // draft.num_kv_heads)
+    return int(
+        result
+        + draft.kv_bytes_per_token(runner.kv_cache_dtype.itemsize) * heads // draft.num_kv_heads
+    )
 
 
 def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:

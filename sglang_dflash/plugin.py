@@ -218,7 +218,9 @@ def _register(hooks: tuple[Hook, ...]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
-        HookRegistry.register(f"sglang.srt.{hook.target}", _lazy(hook.function), HookType[hook.kind])
+        HookRegistry.register(
+            f"sglang.srt.{hook.target}", _lazy(hook.function), HookType[hook.kind]
+        )
 
 
 def _lazy(function: str) -> Callable[..., Any]:

@@ -72,7 +72,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
     for name, fine, advice in REFUSED_FLAGS:
         if getattr(server_args, name) not in fine:
             flag = name.replace("_", "-")
-            raise Refusal(f"DFLASH does not work with --{flag} {getattr(server_args, name)}: {advice}.")
+            raise Refusal(
+                f"DFLASH does not work with --{flag} {getattr(server_args, name)}: {advice}."
+            )
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal("DFLASH drafts have no experts: leave --speculative-moe-runner-backend out.")
     draft = draft_config(server_args)
@@ -152,7 +154,9 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     heads = {"attention heads": draft.num_heads, "KV heads": draft.num_kv_heads}
     for what, count in heads.items():
         if count % server_args.tp_size and server_args.tp_size % count:
-            raise Refusal(f"The draft's {count} {what} cannot be split over --tp {server_args.tp_size}.")
+            raise Refusal(
+                f"The draft's {count} {what} cannot be split over --tp {server_args.tp_size}."
+            )
     from sglang.srt.models.registry import ModelRegistry
 
     cls, name = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)

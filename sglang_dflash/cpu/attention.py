@@ -53,7 +53,9 @@ class RealRowsAttention(TorchNativeAttnBackend):
             queries, lengths = list(forward_batch.extend_seq_lens_cpu), prefix
         table = self.req_to_token_pool.req_to_token
         start, self._segments = 0, []
-        for row, q, kv in zip(forward_batch.req_pool_indices.tolist(), queries, lengths, strict=True):
+        for row, q, kv in zip(
+            forward_batch.req_pool_indices.tolist(), queries, lengths, strict=True
+        ):
             self._segments.append(Segment(slice(start, start + q), table[row, :kv].long()))
             start += q
 
@@ -79,7 +81,12 @@ class RealRowsAttention(TorchNativeAttnBackend):
         window = layer.sliding_window_size if layer.sliding_window_size is not None else -1
         for segment in self._segments:
             output[segment.rows] = self._attend(
-                query[segment.rows], keys[segment.slots], values[segment.slots], layer, segment, window
+                query[segment.rows],
+                keys[segment.slots],
+                values[segment.slots],
+                layer,
+                segment,
+                window,
             )
         return output.flatten(1)
 

@@ -36,8 +36,9 @@ class ContextKV:
         self._bias = None if biases[0] is None else torch.cat([b[self._rows] for b in biases])
         self._norm = torch.stack([a.k_norm.weight for a in self._attention])  # [L, D]
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """features: [n, K*H_target]; positions, slots: [n] int64."""
+    def write(self, hidden_states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64."""
+        features = hidden_states[:, : self.model.fc.in_features]
         for rows in range(0, features.shape[0], ROW_CHUNK):
             chunk = slice(rows, rows + ROW_CHUNK)
             self._write(features[chunk], positions[chunk], slots[chunk])

@@ -177,7 +177,9 @@ class DFlashDraftModel(nn.Module):
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)
         if missing or unexpected:
-            gone = sorted(f"{name}[{shard}]" if shard is not None else name for name, shard in missing)
+            gone = sorted(
+                f"{name}[{shard}]" if shard is not None else name for name, shard in missing
+            )
             raise Refusal(
                 f"The draft {self.dflash.path} does not hold the weights of a {self.dflash.format} "
                 f"DFlash draft: missing {gone or 'none'}, unexpected {unexpected or 'none'}."

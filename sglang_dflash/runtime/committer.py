@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
 from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.runtime.constraints import penalties_of
+from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verified
 
+logger = logging.getLogger(__name__)
+
 
 def append_until_finished(req: Req, tokens: list[int]) -> int:
-    """Give a request its committed tokens one by one, as plain decoding would.
+    """Give a request its committed tokens one by one, as one-token decoding does.
 
     Stops behind the token that finishes it; returns how many were taken, at least 1.
     """
     for taken, token in enumerate(tokens, start=1):
         req.output_ids.append(token)
         req.update_finish_state()
+        if req.grammar is not None:
+            try:
+                req.grammar.accept_token(token)
+            except ValueError as error:
+                logger.error("Grammar of request %s: %s", req.rid, error)
+                req.to_finish = FINISH_ABORT(f"The grammar refused token {token}.")
+                req.update_finish_state()
         if req.finished():
             break
-        if req.grammar is not None:
-            req.grammar.accept_token(token)
     return taken
 
 
@@ -34,14 +45,21 @@ class Committer:
     def commit(self, batch: ScheduleBatch, verified: Verified) -> GenerationBatchResult:
         # All rows of a block are written: those behind the accepted ones lie in slots that the next
         # block overwrites before anything reads them.
-        self._context_kv.write(
-            verified.features, verified.block.positions, verified.block.slots.flatten()
-        )
-        packed = torch.cat([verified.target_ids, verified.num_accepted[:, None]], dim=1)
-        taken = self._commit_requests(batch, packed.tolist())
-        self._advance(batch, verified.num_accepted + 1, taken)
+        block = verified.block
+        self._context_kv.write(verified.hidden_states, block.positions, block.slots.flatten())
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
+            penalties.advance(block.token_ids, verified.num_accepted + 1)
+        packed = torch.cat([verified.target_ids, verified.num_accepted[:, None]], dim=1).tolist()
+        tokens = self._commit_requests(batch, packed)
+        accepted = [min(len(row), draws[-1]) for row, draws in zip(tokens, packed, strict=True)]
+        _count(batch.reqs, accepted)
+        if batch.return_logprob:
+            append_committed(batch, verified.logits_output.next_token_logits, tokens)
+        if batch.return_hidden_states:
+            _append_hidden_states(batch, verified.hidden_states, tokens)
+        self._advance(batch, verified.num_accepted + 1, [len(row) for row in tokens])
         batch.spec_info = DFlashState(verified.bonus)
-        accepted = [count - 1 for count in taken]
         verified.logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=verified.logits_output,
@@ -51,18 +69,19 @@ class Committer:
             can_run_cuda_graph=verified.can_run_cuda_graph,
         )
 
-    def _commit_requests(self, batch: ScheduleBatch, packed: list[list[int]]) -> list[int]:
-        """packed: a row a request, its draws and then num_accepted. Returns tokens taken."""
-        counts = []
+    def _commit_requests(self, batch: ScheduleBatch, packed: list[list[int]]) -> list[list[int]]:
+        """packed: a row a request, its draws and then num_accepted. Returns the tokens taken."""
+        think_end = batch.model_config.think_end_id
+        committed = []
         for req, row in zip(batch.reqs, packed, strict=True):
-            taken = append_until_finished(req, row[: row[-1] + 1])
-            req.kv_committed_len += taken
+            tokens = row[: row[-1] + 1]
+            tokens = tokens[: append_until_finished(req, tokens)]
+            req.kv_committed_len += len(tokens)
             req.decode_batch_idx += 1
-            req.spec_verify_ct += 1
-            req.spec_num_correct_drafts += taken - 1
-            req.update_spec_correct_drafts_histogram(taken - 1)
-            counts.append(taken)
-        return counts
+            if req.require_reasoning and think_end is not None:
+                req.update_reasoning_tokens(tokens, think_end)
+            committed.append(tokens)
+        return committed
 
     def _advance(self, batch: ScheduleBatch, lens: Tensor, taken: list[int]) -> None:
         """Advance all lengths in new tensors. lens: [B] int64 on device.
@@ -74,3 +93,19 @@ class Committer:
         batch.orig_seq_lens = batch.orig_seq_lens + lens.to(batch.orig_seq_lens.dtype)
         batch.seq_lens_cpu = batch.seq_lens_cpu + torch.tensor(taken)
         batch.seq_lens_sum = None
+
+
+def _count(reqs: list[Req], accepted: list[int]) -> None:
+    """SGLang's own counters of a request: steps, accepted drafts, histogram."""
+    for req, count in zip(reqs, accepted, strict=True):
+        req.spec_verify_ct += 1
+        req.spec_num_correct_drafts += count
+        req.update_spec_correct_drafts_histogram(count)
+
+
+def _append_hidden_states(batch: ScheduleBatch, states: Tensor, tokens: list[list[int]]) -> None:
+    """The last layer's state of each committed token's row. states: [B * N, .. + H]."""
+    by_row = states[:, -batch.model_config.hidden_size :].unflatten(0, (len(batch.reqs), -1))
+    for rows, req, taken in zip(by_row, batch.reqs, tokens, strict=True):
+        if req.return_hidden_states:
+            req.hidden_states.extend(rows[: len(taken)].tolist())

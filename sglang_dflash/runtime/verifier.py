@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from sglang_dflash.core.accept import accept
+from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.state import DFlashBlock
 
 
@@ -24,15 +23,14 @@ class Verified:
     target_ids: Tensor  # [B, N] int64, the target's draw after each block position
     num_accepted: Tensor  # [B] int64
     bonus: Tensor  # [B] int64
-    features: Tensor  # [B * N, K * H], the target's hidden states of the block
-    logits_output: LogitsProcessorOutput
+    hidden_states: Tensor  # [B * N, K * H] features of the block, then [.., H] where requested
+    logits_output: LogitsProcessorOutput  # next_token_logits [B * N, V] as the draw saw them
     can_run_cuda_graph: bool
 
 
 class Verifier:
-    def __init__(self, target: TpModelWorker) -> None:
-        self._target = target
-        self._group = get_tp_group()
+    def __init__(self, target: TpModelWorker, draw: TargetDraw) -> None:
+        self._target, self._draw = target, draw
 
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         view = copy.copy(batch)  # the scheduler's batch keeps its own mode, inputs and state
@@ -43,49 +41,30 @@ class Verifier:
         view.return_hidden_states = False
         result = self._target.forward_batch_generation(view, is_verify=True)
         output = result.logits_output
-        target_ids = self._draw(output, batch.sampling_info, block)
-        num_accepted, bonus = accept(block.token_ids, target_ids)
+        target_ids = self._draw(
+            output.next_token_logits, batch, block.position_ids, block.token_ids
+        )
+        num_accepted, bonus = accept(_proposal(batch, block), target_ids)
         return Verified(
             block=block,
             target_ids=target_ids,
             num_accepted=num_accepted,
             bonus=bonus,
-            features=output.hidden_states,
+            hidden_states=output.hidden_states,
             logits_output=output,
             can_run_cuda_graph=result.can_run_cuda_graph,
         )
 
-    def _draw(
-        self, output: LogitsProcessorOutput, info: SamplingBatchInfo, block: DFlashBlock
-    ) -> Tensor:
-        """The target's own token after every block position, [B, N] int64, equal on all ranks."""
-        if info.is_all_greedy:
-            ids = output.next_token_logits.argmax(dim=-1)
-        else:
-            width = block.draft_token_num
-            sampler = self._target.model_runner.sampler
-            ids = sampler(output, _repeat(info, width), False, [], [], block.positions)
-        ids = ids.long()
-        if self._group.world_size > 1:
-            # Ranks hold the same logits up to rounding; a near-tie must not part them.
-            torch.distributed.broadcast(ids, src=self._group.ranks[0], group=self._group.device_group)
-        return ids.view_as(block.token_ids)
 
+def _proposal(batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+    """The block, without drafts where a custom logit processor must see true history.
 
-def _repeat(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
-    """Each request's parameters for all rows of its block."""
-
-    def rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.repeat_interleave(width, dim=0)
-
-    return replace(
-        info,
-        temperatures=rows(info.temperatures),
-        top_ps=rows(info.top_ps),
-        top_ks=rows(info.top_ks),
-        min_ps=rows(info.min_ps),
-        sampling_seed=rows(info.sampling_seed),
-        penalizer_orchestrator=None,
-        logit_bias=None,
-        grammars=None,
-    )
+    Processors are user code that reads the request: they run on the anchor's row alone, and such a
+    request commits one token a step.
+    """
+    info = batch.sampling_info
+    if not info.has_custom_logit_processor:
+        return block.token_ids
+    custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()]).any(dim=0)
+    drafts = torch.arange(block.draft_token_num, device=custom.device) > 0
+    return block.token_ids.masked_fill(custom[:, None] & drafts, -1)

@@ -6,7 +6,6 @@ import copy
 import logging
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -23,6 +22,8 @@ from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.model.lm_head import TargetVocabulary
 from sglang_dflash.runtime.committer import Committer
 from sglang_dflash.runtime.drafter import Drafter
+from sglang_dflash.runtime.draw import TargetDraw
+from sglang_dflash.runtime.logprobs import attach_after_prefill
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verifier
@@ -70,11 +71,11 @@ class DFlashWorker:
         self.drafter = Drafter(
             self.draft_model_runner, self.slots, block_size, model.dflash.mask_token_id
         )
-        self.verifier = Verifier(target_worker)
+        self._draw = TargetDraw(self.model_runner.sampler)
+        self.verifier = Verifier(target_worker, self._draw)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
         self.committer = Committer(self.context_kv)
         self._block_size = block_size
-        self._group = get_tp_group()
         _keep_block_in_pool(target_worker, block_size)
         if tp_rank == 0:
             logger.info(
@@ -106,19 +107,21 @@ class DFlashWorker:
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = ForwardBatch.init_new(batch, self.model_runner)
-        result = self.target_worker.forward_batch_generation(None, forward_batch)
-        anchors = result.next_token_ids.long()
-        if self._group.world_size > 1:
-            torch.distributed.broadcast(
-                anchors, src=self._group.ranks[0], group=self._group.device_group
-            )
-            result.next_token_ids = anchors
+        result = self.target_worker.forward_batch_generation(None, forward_batch, is_verify=True)
         output = result.logits_output
+        last = (batch.seq_lens - 1)[:, None]
+        anchors = self._draw(output.next_token_logits, batch, last, block=None).squeeze(1)
+        if batch.return_logprob:
+            attach_after_prefill(self.model_runner.sampler, batch, output, anchors)
         self.context_kv.write(
             output.hidden_states, forward_batch.positions.long(), batch.out_cache_loc
         )
-        output.hidden_states = None
+        last_layer = slice(-self.model_config.hidden_size, None)
+        output.hidden_states = (
+            output.hidden_states[:, last_layer] if batch.return_hidden_states else None
+        )
         batch.spec_info = DFlashState(anchors)
+        result.next_token_ids = anchors
         return result
 
     def clear_cache_pool(self) -> None:

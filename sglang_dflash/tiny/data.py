@@ -100,9 +100,7 @@ def _shopping(rng: random.Random) -> tuple[str, str, int]:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
     p, q = rng.randint(2, 12), rng.randint(2, 12)
     total = a * p + b * q
-    question = (
-        f"{name} buys {a} {one} for {p} dollars each and {b} {two} for {q} dollars each. "
-    )
+    question = f"{name} buys {a} {one} for {p} dollars each and {b} {two} for {q} dollars each. "
     work = (
         f"The {a} {one} cost {a} * {p} = {a * p} dollars. "
         f"The {b} {two} cost {b} * {q} = {b * q} dollars. "
@@ -240,9 +238,7 @@ def _trip(rng: random.Random) -> tuple[dict[str, Any], str]:
 def _order(rng: random.Random) -> tuple[dict[str, Any], str]:
     name = f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
     number = rng.randint(100, 999)
-    lines = [
-        {"item": i, "count": rng.randint(1, 20)} for i in rng.sample(ITEMS, rng.randint(1, 2))
-    ]
+    lines = [{"item": i, "count": rng.randint(1, 20)} for i in rng.sample(ITEMS, rng.randint(1, 2))]
     record = {"order": number, "customer": name, "items": lines}
     what = " and ".join(f"{line['count']} {line['item']}" for line in lines)
     text = f"Order {number} is from {name} for {what}."
@@ -299,7 +295,10 @@ def functions(held_out: bool) -> Iterator[str]:
             continue
         block: list[str] = []
         for line in path.read_text(errors="ignore").splitlines(keepends=True):
-            if line.startswith(("def ", "class ", "@", "async def ")) and sum(map(len, block)) > 200:
+            if (
+                line.startswith(("def ", "class ", "@", "async def "))
+                and sum(map(len, block)) > 200
+            ):
                 yield "".join(block)
                 block = []
             block.append(line)

@@ -75,14 +75,18 @@ class Draft(nn.Module):
         self.block_size = c["block_size"]
         self.mask_token_id = c["dflash_config"]["mask_token_id"]
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
-        self.fc = nn.Linear(len(c["dflash_config"]["target_layer_ids"]) * hidden, hidden, bias=False)
+        self.fc = nn.Linear(
+            len(c["dflash_config"]["target_layer_ids"]) * hidden, hidden, bias=False
+        )
         self.hidden_norm = nn.RMSNorm(hidden, c["rms_norm_eps"])
         self.norm = nn.RMSNorm(hidden, c["rms_norm_eps"])
         for p in self.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding) -> Tensor:
+    def forward(
+        self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding
+    ) -> Tensor:
         """Hidden states of every block.
 
         features: [B, S, K*H]; ids: [B, S] int64; anchors: [B, A] int64 positions. -> [B, A, N, H]

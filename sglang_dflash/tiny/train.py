@@ -93,7 +93,9 @@ def train_tokenizer(out: Path) -> None:
             example = draw(rng)
             texts.append(f"{example.prompt}\n{example.answer}")
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = Regex(
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(words, behavior="isolated"),
@@ -156,7 +158,11 @@ def _documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[
                     example = draw(rng)
                 ids += chat_ids(tokenizer, example.prompt)
                 first = len(ids) if first is None else first
-                ids += [*tokenizer.encode(example.answer, add_special_tokens=False), IM_END, *newline]
+                ids += [
+                    *tokenizer.encode(example.answer, add_special_tokens=False),
+                    IM_END,
+                    *newline,
+                ]
         seen[kind] += len(ids)
         yield ids[:ROW], first or 0
 
@@ -289,9 +295,7 @@ def _load_target(work: Path, device: str) -> Qwen3ForCausalLM:
 
 
 @torch.inference_mode()
-def generate(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], new_tokens: int
-) -> list[list[int]]:
+def generate(model: Qwen3ForCausalLM, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """Greedy answers, the end token included where it was reached."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), END_OF_TEXT, device=model.device)
@@ -299,9 +303,9 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
-    )[:, width:].tolist()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)[
+        :, width:
+    ].tolist()
     answers = []
     for row in out:
         ends = [i for i, token in enumerate(row) if token in (IM_END, END_OF_TEXT)]
@@ -318,7 +322,10 @@ def write_answers(work: Path, count: int, device: str) -> None:
     documents = _documents(tokenizer, seed=10_000 + done)
     rng = random.Random(done)
     batch = 96
-    with path.open("a") as file, tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar:
+    with (
+        path.open("a") as file,
+        tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar,
+    ):
         while done < count:
             prompts = []
             while len(prompts) < batch:
@@ -455,7 +462,11 @@ def export(work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("tiny-work"), help="where to resume from")
-    parser.add_argument("--stage", choices=["all", "tokenizer", "target", "answers", "draft", "evaluate", "export"], default="all")
+    parser.add_argument(
+        "--stage",
+        choices=["all", "tokenizer", "target", "answers", "draft", "evaluate", "export"],
+        default="all",
+    )
     parser.add_argument("--target-steps", type=int, default=1250)
     parser.add_argument("--answers", type=int, default=20_000)
     parser.add_argument("--draft-steps", type=int, default=1000)

@@ -1,0 +1,91 @@
+"""What bends the target's logits before the draw: penalties, grammars, bias, custom processors."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPenalizerOrchestrator,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
+from torch import Tensor
+
+from sglang_dflash.core.penalties import Penalties
+
+# Ours <- SGLang's: (penalizer, its tensor, our field)
+_FIELDS = (
+    (BatchedFrequencyPenalizer, "cumulated_frequency_penalties", "frequency"),
+    (BatchedFrequencyPenalizer, "frequency_penalties", "frequency_step"),
+    (BatchedPresencePenalizer, "cumulated_presence_penalties", "presence"),
+    (BatchedPresencePenalizer, "presence_penalties", "presence_step"),
+    (BatchedRepetitionPenalizer, "cumulated_repetition_penalties", "repetition"),
+    (BatchedRepetitionPenalizer, "repetition_penalties", "repetition_step"),
+    (BatchedMinNewTokensPenalizer, "len_output_tokens", "length"),
+    (BatchedMinNewTokensPenalizer, "min_new_tokens", "min_length"),
+    (BatchedMinNewTokensPenalizer, "stop_token_penalties", "stop_bias"),
+)
+
+
+def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
+    """A view on the tensors of SGLang's penalizers; empty where none is required."""
+    found = {
+        field: getattr(orchestrator.penalizers[kind], name)
+        for kind, name, field in _FIELDS
+        if kind in orchestrator.penalizers and orchestrator.penalizers[kind].is_prepared()
+    }
+    return Penalties(**found)
+
+
+def recount(penalties: Penalties, reqs: list[Req]) -> None:
+    """Count the output that requests bring into a prefill: those that were retracted.
+
+    SGLang starts its penalizers from nothing at every prefill.
+    """
+    width = max(len(req.output_ids) for req in reqs)
+    if width == 0:
+        return
+    device = next(t for t in vars(penalties).values() if t is not None).device
+    for row, req in enumerate(reqs):
+        if req.output_ids:
+            one = Penalties(
+                **{k: v[row : row + 1] for k, v in vars(penalties).items() if v is not None}
+            )
+            tokens = torch.tensor([list(req.output_ids)], device=device)
+            one.advance(tokens, torch.tensor([tokens.shape[1]], device=device))
+
+
+def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
+    """Ban in place what each request's grammar forbids after its output and drafts.
+
+    logits: [B * w, V]; block: [B, w] int64 on device, None in prefill (w = 1). A draft that the
+    grammar forbids ends the walk: the target cannot draw it, so nothing behind it is accepted.
+    """
+    width = 1 if block is None else block.shape[1]
+    rows = [[0]] * len(batch.reqs) if block is None else block.tolist()
+    first = next(req.grammar for req in batch.reqs if req.grammar is not None)
+    mask = first.allocate_vocab_mask(
+        vocab_size=batch.sampling_info.vocab_size, batch_size=len(rows) * width, device="cpu"
+    )
+    for i, (req, tokens) in enumerate(zip(batch.reqs, rows, strict=True)):
+        if req.grammar is not None and not req.grammar.finished:
+            _walk(req.grammar, tokens, mask, i * width)
+    first.apply_vocab_mask(logits=logits, vocab_mask=first.move_vocab_mask(mask, logits.device))
+
+
+def _walk(grammar, tokens: list[int], mask: Tensor, row: int) -> None:
+    """Fill mask rows for as long as the drafts are legal, then take the drafts back."""
+    walked = 0
+    while not grammar.is_terminated():
+        grammar.fill_vocab_mask(mask, row + walked)
+        if walked + 1 == len(tokens):
+            break
+        token = tokens[walked + 1]
+        if not int(mask[row + walked, token // 32]) >> token % 32 & 1:
+            break
+        grammar.accept_token(token)
+        walked += 1
+    if walked:
+        grammar.rollback(walked)

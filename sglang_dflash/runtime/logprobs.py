@@ -1,0 +1,74 @@
+"""Log probabilities of committed tokens, in SGLang's own fields."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from torch import Tensor
+
+from sglang_dflash.runtime.draw import log_probabilities
+
+
+def attach_after_prefill(
+    sampler: Sampler, batch: ScheduleBatch, output: LogitsProcessorOutput, ids: Tensor
+) -> None:
+    """Set the first token's log probabilities on the output. ids: [B] int64."""
+    info = batch.sampling_info
+    logprobs = log_probabilities(output.next_token_logits, info.temperatures, info.top_ks <= 1)
+    sampler._attach_logprobs_to_output(
+        output, logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, info, ids
+    )
+    # SGLang leaves lists for requests without token_ids_logprob and dies converting them.
+    if output.next_token_token_ids_logprobs_val:
+        output.next_token_token_ids_logprobs_val = [
+            torch.as_tensor(value) for value in output.next_token_token_ids_logprobs_val
+        ]
+
+
+def append_committed(batch: ScheduleBatch, logits: Tensor, tokens: list[list[int]]) -> None:
+    """Append the log probabilities of each request's committed tokens.
+
+    logits: [B * N, V] as the draw saw them; tokens: what each request took, from its row 0 on.
+    """
+    width = logits.shape[0] // len(batch.reqs)
+    wanted = [
+        (i, req, row)
+        for i, (req, row) in enumerate(zip(batch.reqs, tokens, strict=True))
+        if req.return_logprob
+    ]
+    rows = [i * width + j for i, _, row in wanted for j in range(len(row))]
+    at = torch.tensor(rows, device=logits.device)
+    info = batch.sampling_info
+    logprobs = log_probabilities(
+        logits[at], info.temperatures[at // width], info.top_ks[at // width] <= 1
+    )
+    flat = torch.tensor([t for *_, row in wanted for t in row], device=logits.device)
+    values = logprobs.gather(1, flat[:, None]).squeeze(1).tolist()
+    top = max(req.logprob.top_logprobs_num for _, req, _ in wanted)
+    top_values, top_ids = ([], []) if top == 0 else (t.tolist() for t in logprobs.topk(top))
+    start = 0
+    for _, req, row in wanted:
+        here = slice(start, start + len(row))
+        _append(req, row, values[here], top_values[here], top_ids[here], logprobs[here])
+        start += len(row)
+
+
+def _append(
+    req: Req,
+    tokens: list[int],
+    values: list[float],
+    top_values: list[list[float]],
+    top_ids: list[list[int]],
+    logprobs: Tensor,
+) -> None:
+    out = req.logprob
+    out.output_token_logprobs_val.extend(values)
+    out.output_token_logprobs_idx.extend(tokens)
+    if out.top_logprobs_num > 0:
+        out.output_top_logprobs_val.extend(v[: out.top_logprobs_num] for v in top_values)
+        out.output_top_logprobs_idx.extend(i[: out.top_logprobs_num] for i in top_ids)
+    if out.token_ids_logprob is not None:
+        out.output_token_ids_logprobs_val.extend(logprobs[:, out.token_ids_logprob].tolist())
+        out.output_token_ids_logprobs_idx.extend([out.token_ids_logprob] * len(tokens))

@@ -1,0 +1,125 @@
+"""A real SGLang scheduler inside the test process, stepped by the test.
+
+Nothing is mocked: scheduler, radix cache, pools, workers and models are SGLang's and ours. Only the
+event loop is the test's own, so that it can look between steps and set an accept pattern.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from array import array
+from typing import Any
+
+import torch
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+_ids = itertools.count()
+
+
+class InProcess:
+    """Use as a context manager: SGLang holds its process groups in globals."""
+
+    def __init__(self, model_path: str, draft_path: str | None = None, **args: Any) -> None:
+        args.setdefault("dtype", "float32")
+        args.setdefault("max_total_tokens", 4096)
+        args.setdefault("max_running_requests", 8)
+        args.setdefault("random_seed", 1)
+        args.setdefault("log_level", "warning")
+        if draft_path is not None:
+            args |= {
+                "speculative_algorithm": "DFLASH",
+                "speculative_draft_model_path": draft_path,
+            }
+        args.setdefault("disable_overlap_schedule", True)
+        self.server_args = ServerArgs(model_path=model_path, **args)
+        ports = PortArgs.init_new(self.server_args)
+        configure_scheduler_process(self.server_args, 0, 0, 0, 0, 0, 0, None)
+        self.scheduler = Scheduler(self.server_args, ports, 0, 0, 0, 0, 0, 0, None)
+        self.worker = self.scheduler.draft_worker
+        self.allocator = self.scheduler.token_to_kv_pool_allocator
+        self.rows = self.scheduler.req_to_token_pool
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler = self.worker = self.allocator = self.rows = None
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        gc.collect()
+
+    def add(self, input_ids: list[int], **options: Any) -> Req:
+        """Hand a request to the scheduler as its HTTP side would; returns its Req."""
+        fields = {
+            name: options.pop(name)
+            for name in list(options)
+            if name in TokenizedGenerateReqInput.__dataclass_fields__
+        }
+        options.setdefault("temperature", 0.0)
+        options.setdefault("max_new_tokens", 32)
+        params = SamplingParams(**options)
+        params.normalize(self.scheduler.tokenizer)
+        params.verify(self.scheduler.model_config.vocab_size)
+        rid = f"test-{next(_ids)}"
+        request = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text="",
+            input_ids=array("q", input_ids),
+            mm_inputs=None,
+            sampling_params=params,
+            return_logprob=fields.pop("return_logprob", False),
+            logprob_start_len=fields.pop("logprob_start_len", -1),
+            top_logprobs_num=fields.pop("top_logprobs_num", 0),
+            token_ids_logprob=fields.pop("token_ids_logprob", None),
+            stream=False,
+            **fields,
+        )
+        self.scheduler.process_input_requests([request])
+        queues = (self.scheduler.waiting_queue, self.scheduler.grammar_manager.grammar_queue)
+        return next(req for queue in queues for req in queue if req.rid == rid)
+
+    def abort(self, req: Req) -> None:
+        self.scheduler.process_input_requests([AbortReq(rid=req.rid)])
+
+    def step(self) -> bool:
+        """One turn of the scheduler's own loop; False when it found nothing to run."""
+        scheduler = self.scheduler
+        if scheduler.grammar_manager.has_waiting_grammars():
+            scheduler.waiting_queue.extend(scheduler.grammar_manager.get_ready_grammar_requests())
+        batch = scheduler.get_next_batch_to_run()
+        scheduler.cur_batch = batch
+        if batch:
+            with torch.inference_mode():
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        else:
+            scheduler.on_idle()
+        scheduler.last_batch = batch
+        scheduler.invariant_checker.self_check_during_busy()
+        return bool(batch)
+
+    def run(self, *reqs: Req, limit: int = 2000) -> None:
+        """Step until these requests are finished, then until idle (which checks for leaks)."""
+        for _ in range(limit):
+            if not self.step() and all(req.finished() for req in reqs):
+                return
+        raise AssertionError(f"not finished in {limit} steps: {[r.rid for r in reqs]}")
+
+    def generate(self, input_ids: list[int], **options: Any) -> list[int]:
+        """The output of one request alone."""
+        req = self.add(input_ids, **options)
+        self.run(req)
+        return list(req.output_ids_through_stop)
