@@ -10,6 +10,7 @@ from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash import server_args as rules
 from sglang_dflash.config import DFlashConfig
+from sglang_dflash.core.slots import ceil_align, reserved_end
 from sglang_dflash.errors import Refusal
 
 
@@ -96,6 +97,24 @@ def append_final_state(
         aux_hidden_states,
         *args,
         **kwargs,
+    )
+
+
+def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:
+    """AROUND `ScheduleBatch.new_tokens_required_next_decode`: what `Slots.reserve` will take.
+
+    SGLang counts a whole block a request, as if the slots that a request keeps were not its own.
+    """
+    if not batch.spec_algorithm.is_dflash():
+        return int(original(batch, selected_indices))
+    page = batch.token_to_kv_pool_allocator.page_size
+    width = batch.req_to_token_pool.req_to_token.shape[1]
+    count = get_global_server_args().speculative_num_draft_tokens
+    reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
+    return sum(
+        ceil_align(max(end, req.kv_allocated_len), page) - ceil_align(req.kv_allocated_len, page)
+        for req in reqs
+        if (end := reserved_end(req.kv_committed_len, count, page, width))
     )
 
 

@@ -62,6 +62,12 @@ DFLASH_HOOKS = (
         "the last layer's state is known only there",
     ),
     Hook(
+        "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+        "AROUND",
+        "hooks:tokens_for_next_decode",
+        "slots are kept between steps, so a step needs fewer than a block",
+    ),
+    Hook(
         "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "AFTER",
         "hooks:cell_size",

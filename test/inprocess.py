@@ -13,6 +13,7 @@ from array import array
 from typing import Any
 
 import torch
+import zmq
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -30,6 +31,12 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 _ids = itertools.count()
 
 
+def _forget_process_groups() -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    gc.collect()
+
+
 class InProcess:
     """Use as a context manager: SGLang holds its process groups in globals."""
 
@@ -38,6 +45,7 @@ class InProcess:
         args.setdefault("max_total_tokens", 4096)
         args.setdefault("max_running_requests", 8)
         args.setdefault("random_seed", 1)
+        args.setdefault("mem_fraction_static", 0.95)
         args.setdefault("log_level", "warning")
         if draft_path is not None:
             args |= {
@@ -47,8 +55,17 @@ class InProcess:
         args.setdefault("disable_overlap_schedule", True)
         self.server_args = ServerArgs(model_path=model_path, **args)
         ports = PortArgs.init_new(self.server_args)
+        self._sinks = zmq.Context()  # where a server's other processes would listen
+        for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
+            self._sinks.socket(zmq.PULL).bind(name)
         configure_scheduler_process(self.server_args, 0, 0, 0, 0, 0, 0, None)
-        self.scheduler = Scheduler(self.server_args, ports, 0, 0, 0, 0, 0, 0, None)
+        try:
+            self.scheduler = Scheduler(self.server_args, ports, 0, 0, 0, 0, 0, 0, None)
+        except BaseException:
+            for context in [o for o in gc.get_objects() if isinstance(o, zmq.Context)]:
+                context.destroy(linger=0)
+            _forget_process_groups()
+            raise
         self.worker = self.scheduler.draft_worker
         self.allocator = self.scheduler.token_to_kv_pool_allocator
         self.rows = self.scheduler.req_to_token_pool
@@ -57,13 +74,17 @@ class InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.scheduler.cur_batch = None  # the watchdog's sign that nothing runs
+        self.scheduler.ipc_channels.recv_from_tokenizer.context.destroy(linger=0)
+        self._sinks.destroy(linger=0)
         self.scheduler = self.worker = self.allocator = self.rows = None
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-        gc.collect()
+        _forget_process_groups()
 
-    def add(self, input_ids: list[int], **options: Any) -> Req:
-        """Hand a request to the scheduler as its HTTP side would; returns its Req."""
+    def add(self, input_ids: list[int], eos: int | None = None, **options: Any) -> Req:
+        """Hand a request to the scheduler as its HTTP side would; returns its Req.
+
+        `eos` is a token that ends this request as the model's own end token does.
+        """
         fields = {
             name: options.pop(name)
             for name in list(options)
@@ -90,7 +111,10 @@ class InProcess:
         )
         self.scheduler.process_input_requests([request])
         queues = (self.scheduler.waiting_queue, self.scheduler.grammar_manager.grammar_queue)
-        return next(req for queue in queues for req in queue if req.rid == rid)
+        req = next(req for queue in queues for req in queue if req.rid == rid)
+        if eos is not None:
+            req.eos_token_ids = {eos}
+        return req
 
     def abort(self, req: Req) -> None:
         self.scheduler.process_input_requests([AbortReq(rid=req.rid)])

@@ -19,6 +19,14 @@ def ceil_align(value: int, page_size: int) -> int:
     return -(-value // page_size) * page_size
 
 
+def reserved_end(committed: int, count: int, page_size: int, row_width: int) -> int:
+    """Where a request's slots must end so that `count` tokens fit behind its committed ones.
+
+    A row is wider than the context by more than a block, so only page rounding can reach its end.
+    """
+    return min(ceil_align(committed + count, page_size), row_width)
+
+
 @dataclass(frozen=True)
 class Growth:
     """New positions of a batch, flat, in request order.

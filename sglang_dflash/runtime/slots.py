@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_dflash.core.slots import Ints, ceil_align, grow
+from sglang_dflash.core.slots import Ints, grow, reserved_end
 
 
 class Slots:
@@ -22,13 +22,11 @@ class Slots:
     def reserve(self, batch: ScheduleBatch, count: int) -> None:
         """Give every request slots for `count` tokens behind its committed ones.
 
-        The scheduler has made sure of the memory (`ScheduleBatch.check_decode_mem`) before it runs
-        a decode step. A row's end bounds the slots: it lies behind the context length by more than
-        a block, so only whole-page rounding can reach it.
+        The scheduler makes sure of the memory before each decode step, by `tokens_for_next_decode`.
         """
         width, page = self._table.shape[1], self._page_size
         wanted = [
-            (row, req, min(ceil_align(req.kv_committed_len + count, page), width))
+            (row, req, reserved_end(req.kv_committed_len, count, page, width))
             for row, req in enumerate(batch.reqs)
             if req.kv_allocated_len < req.kv_committed_len + count
         ]

@@ -313,29 +313,70 @@ def generate(model: Qwen3ForCausalLM, prompts: list[list[int]], new_tokens: int)
     return answers
 
 
-def write_answers(work: Path, count: int, device: str) -> None:
-    """`count` training prompts answered by the target, as JSON lines {"prompt": ids, "answer": ids}."""
+@torch.inference_mode()
+def answer_taught(
+    model: Qwen3ForCausalLM, prompts: list[list[int]], taught: list[list[int]], rounds: int = 12
+) -> list[list[int] | None]:
+    """Greedy answers to prompts whose taught answer is known: speculation with that as the draft.
+
+    One forward tells where the target first says something else; that token is put in and the rest
+    is tried again. None where `rounds` forwards did not settle it.
+    """
+    answers = [list(t) for t in taught]
+    settled: list[list[int] | None] = [None] * len(prompts)
+    open_rows = list(range(len(prompts)))
+    for _ in range(rounds):
+        if not open_rows:
+            break
+        rows = [prompts[i] + answers[i] for i in open_rows]
+        ids = torch.full((len(rows), max(map(len, rows))), END_OF_TEXT)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        said = model(ids.to(model.device), use_cache=False).logits.argmax(-1).tolist()
+        still = []
+        for i, row in zip(open_rows, said, strict=True):
+            start, answer = len(prompts[i]) - 1, answers[i]
+            wrong = next((j for j, token in enumerate(answer) if row[start + j] != token), None)
+            if wrong is None:
+                settled[i] = answer
+                continue
+            answer[wrong] = row[start + wrong]
+            if answer[wrong] in (IM_END, END_OF_TEXT):
+                settled[i] = answer[: wrong + 1]
+            else:
+                still.append(i)
+        open_rows = still
+    return settled
+
+
+def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
+    """`count` training prompts answered by the target, as JSON lines of token ids."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "target")
     model = _load_target(work, device)
     path = work / "answers.jsonl"
     done = path.read_text().count("\n") if path.exists() else 0
-    documents = _documents(tokenizer, seed=10_000 + done)
-    rng = random.Random(done)
-    batch = 96
-    with (
-        path.open("a") as file,
-        tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar,
-    ):
+    rng = random.Random(10_000 + done)
+    code = list(data.functions(held_out=False))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    with path.open("a") as file, tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar:
         while done < count:
-            prompts = []
-            while len(prompts) < batch:
-                ids, first = next(documents)
-                if first == 0:  # source: continue from a random place
-                    first = min(len(ids) // 2, rng.randint(8, 160))
-                if first:
-                    prompts.append(ids[:first])
-            for prompt, answer in zip(prompts, generate(model, prompts, 160), strict=True):
-                file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+            kind = rng.choices(("word", "json", "code"), (0.6, 0.15, 0.25))[0]
+            if kind == "code":  # continue from a random place
+                prompts = [encode(rng.choice(code))[: rng.randint(8, 160)] for _ in range(batch)]
+                answers: list[list[int] | None] = list(generate(model, prompts, 128))
+            else:
+                draw = data.word_problem if kind == "word" else data.json_record
+                examples = [draw(rng) for _ in range(2 * batch)]
+                examples = [e for e in examples if not data.is_held_out(e.prompt)][:batch]
+                prompts = [chat_ids(tokenizer, e.prompt) for e in examples]
+                taught = [[*encode(e.answer), IM_END] for e in examples]
+                answers = answer_taught(model, prompts, taught)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                if answer is not None:
+                    file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
             file.flush()
             done += batch
             bar.update(batch)

@@ -1,0 +1,47 @@
+# Every target sets itself up: a machine needs Python 3.11 or 3.12, make and git.
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PAIR := sglang_dflash/tiny
+PORT ?= 30000
+
+.PHONY: demo serve test test-full check style lock bench clean
+
+demo: $(READY)  ## both servers, 8 prompts, a table
+	$(BIN)/sglang-dflash demo
+
+serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
+	$(BIN)/python -m sglang.launch_server --model-path $(PAIR)/target \
+	  --speculative-algorithm DFLASH --speculative-draft-model-path $(PAIR)/draft \
+	  --host 127.0.0.1 --port $(PORT) --sleep-on-idle
+
+test: $(READY)  ## the CI set, under 30 minutes on 2 cores
+	$(BIN)/python -m pytest test -m "not full"
+
+test-full: $(READY)  ## the full cross, by hand; goes on where it stopped
+	$(BIN)/python -m pytest test --stepwise
+
+check: $(READY)  ## formatter, linter, type checker
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+style: $(READY)  ## let the formatter and the linter mend what they can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: $(READY)  ## resolve requirements.lock anew
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+	  --extra dev --extra bench pyproject.toml --output-file requirements.lock
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --requirement requirements.lock
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

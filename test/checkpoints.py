@@ -1,0 +1,123 @@
+"""Random small checkpoints, written by hand: the tests' own idea of the formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 160, 64, 4, 8, 150
+EOS = 3
+
+
+def write_target(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """A Qwen3 with weights large enough that its greedy text is not constant."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "rope_theta": 10_000.0,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+    } | changes
+    model = Qwen3ForCausalLM(Qwen3Config(**config))
+    model.save_pretrained(path)
+    write_tokenizer(path, config["vocab_size"])
+    return path
+
+
+def word(token: int) -> str:
+    """The text of a token of `write_tokenizer`."""
+    return f"t{token:03d}"
+
+
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A word a token."""
+    tokenizer = Tokenizer(WordLevel({word(i): i for i in range(vocab_size)}, unk_token=word(0)))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(EOS)).save_pretrained(path)
+
+
+def draft_config(**changes: Any) -> dict[str, Any]:
+    """z-lab config.json for that target."""
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": BLOCK,
+        "num_target_layers": LAYERS,
+        "num_hidden_layers": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "vocab_size": VOCAB,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+    }
+    method = config["dflash_config"] | changes.pop("dflash_config", {})
+    return config | changes | {"dflash_config": method}
+
+
+def draft_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
+    """Random weights under the names that z-lab publishes."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def matrix(out: int, into: int) -> Tensor:
+        return torch.randn(out, into, generator=rng) * 1.5 / into**0.5
+
+    def scale(size: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=rng)
+
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    features = len(config["dflash_config"]["target_layer_ids"]) * hidden
+    weights = {
+        "fc.weight": matrix(hidden, features),
+        "hidden_norm.weight": scale(hidden),
+        "norm.weight": scale(hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": scale(hidden),
+            "post_attention_layernorm.weight": scale(hidden),
+            "self_attn.q_proj.weight": matrix(heads * dim, hidden),
+            "self_attn.k_proj.weight": matrix(kv_heads * dim, hidden),
+            "self_attn.v_proj.weight": matrix(kv_heads * dim, hidden),
+            "self_attn.o_proj.weight": matrix(hidden, heads * dim),
+            "self_attn.q_norm.weight": scale(dim),
+            "self_attn.k_norm.weight": scale(dim),
+            "mlp.gate_proj.weight": matrix(config["intermediate_size"], hidden),
+            "mlp.up_proj.weight": matrix(config["intermediate_size"], hidden),
+            "mlp.down_proj.weight": matrix(hidden, config["intermediate_size"]),
+        }
+        weights |= {f"layers.{i}.{name}": value for name, value in layer.items()}
+    return weights
+
+
+def write_draft(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path

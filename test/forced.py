@@ -1,0 +1,51 @@
+"""Drafters for tests: one records what was proposed, one forces what will be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_dflash.runtime.drafter import Drafter
+from sglang_dflash.runtime.state import DFlashBlock
+
+
+@dataclass
+class Recorder:
+    """Passes through; `blocks[rid]` is the list of drafted blocks of a request."""
+
+    inner: Drafter
+    blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def propose(self, batch: Any, state: Any) -> DFlashBlock:
+        block = self.inner.propose(batch, state)
+        for req, row in zip(batch.reqs, block.token_ids.tolist(), strict=True):
+            self.blocks.setdefault(req.rid, []).append(row)
+        return block
+
+
+@dataclass
+class Forced:
+    """Runs the real draft, then replaces its tokens so that exactly `accept(req)` are accepted.
+
+    `truth[rid]` is the target's own continuation, known from a run without speculation.
+    """
+
+    inner: Drafter
+    accept: Callable[[Any], int]
+    truth: dict[str, list[int]] = field(default_factory=dict)
+    vocab_size: int = 160
+
+    def propose(self, batch: Any, state: Any) -> DFlashBlock:
+        block = self.inner.propose(batch, state)
+        tokens = block.token_ids.clone()
+        for row, req in enumerate(batch.reqs):
+            ahead = self.truth[req.rid][len(req.output_ids) :]
+            count = self.accept(req)
+            for j in range(1, tokens.shape[1]):
+                right = ahead[j - 1] if j <= len(ahead) else 0
+                tokens[row, j] = right if j <= count else (right + 1) % self.vocab_size
+        assert torch.equal(tokens[:, 0], block.token_ids[:, 0])
+        return DFlashBlock(tokens, block.position_ids, block.slots)

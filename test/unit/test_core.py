@@ -1,0 +1,83 @@
+"""The method's own arithmetic, against slow loops. No SGLang here."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.core.accept import accept
+from sglang_dflash.core.block import block_positions, masked_block
+from sglang_dflash.core.slots import ceil_align, grow, reserved_end
+
+
+def slow_accept(block: list[int], drawn: list[int]) -> list[int]:
+    """Committed tokens of one request, one at a time."""
+    committed = [drawn[0]]
+    for draft, token in zip(block[1:], drawn[1:], strict=True):
+        if draft != committed[-1]:
+            break
+        committed.append(token)
+    return committed
+
+
+@given(
+    st.integers(2, 6).flatmap(
+        lambda w: st.lists(
+            st.tuples(*[st.lists(st.integers(0, 2), min_size=w, max_size=w)] * 2),
+            min_size=1,
+            max_size=5,
+        )
+    )
+)
+def test_accept(rows):
+    block = torch.tensor([b for b, _ in rows])
+    drawn = torch.tensor([d for _, d in rows])
+    num_accepted, bonus = accept(block, drawn)
+    for i, (b, d) in enumerate(rows):
+        committed = slow_accept(b, d)
+        assert drawn[i, : num_accepted[i] + 1].tolist() == committed
+        assert bonus[i] == committed[-1]
+
+
+def test_masked_block():
+    block = masked_block(torch.tensor([7, 8]), 4, 99)
+    assert block.tolist() == [[7, 99, 99, 99], [8, 99, 99, 99]]
+    assert block_positions(torch.tensor([0, 5]), 3).tolist() == [[0, 1, 2], [5, 6, 7]]
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([1, 4, 16]),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=5),
+)
+def test_grow(page, lengths):
+    """Positions are new, pages are shared by no two requests, offsets in a page are right."""
+    have = [h for h, _ in lengths]
+    want = [h + more for h, more in lengths]
+    growth = grow(have, want, page)
+    fresh = np.arange(growth.num_pages * page) + 10_000 * page
+    used: dict[int, int] = {}
+    for request, position, in_tail, offset, index in zip(
+        growth.request,
+        growth.position,
+        growth.in_tail,
+        growth.tail_offset,
+        growth.page_slot,
+        strict=True,
+    ):
+        last = 100 * page * (request + 1) + (have[request] - 1) % page
+        slot = last + offset if in_tail else fresh[index]
+        assert slot % page == position % page
+        assert used.setdefault(slot // page, request) == request
+    expected = [(i, p) for i, (h, w) in enumerate(zip(have, want, strict=True)) for p in range(h, w)]
+    assert list(zip(growth.request, growth.position, strict=True)) == expected
+    pages = [ceil_align(w, page) // page - ceil_align(h, page) // page for h, w in zip(have, want, strict=True)]
+    assert growth.num_pages == sum(pages)
+
+
+def test_reserved_end():
+    assert reserved_end(10, 16, 1, 4096) == 26
+    assert reserved_end(10, 16, 16, 4096) == 32
+    assert reserved_end(4090, 16, 256, 4116) == 4116

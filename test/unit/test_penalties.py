@@ -1,0 +1,90 @@
+"""Block penalties equal those of decoding one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.core.penalties import Penalties
+
+VOCAB = 7
+
+
+def state(frequency, presence, repetition, min_length, stop):
+    """An empty state of one request."""
+    bias = torch.zeros(1, VOCAB)
+    bias[0, stop] = float("-inf")
+    return Penalties(
+        frequency=torch.zeros(1, VOCAB),
+        frequency_step=torch.tensor([[frequency]]),
+        presence=torch.zeros(1, VOCAB),
+        presence_step=torch.tensor([[presence]]),
+        repetition=torch.ones(1, VOCAB),
+        repetition_step=torch.tensor([[repetition]]),
+        length=torch.zeros(1, 1, dtype=torch.int32),
+        min_length=torch.tensor([[min_length]], dtype=torch.int32),
+        stop_bias=bias,
+    )
+
+
+def slow(logits, history, frequency, presence, repetition, min_length, stop):
+    """What one-token decoding does to one row of logits after `history`."""
+    out = logits.clone()
+    for token in range(VOCAB):
+        count = history.count(token)
+        out[token] -= frequency * count + (presence if count else 0.0)
+        if count and repetition != 1.0:
+            out[token] = out[token] * repetition if out[token] < 0 else out[token] / repetition
+    if len(history) < min_length:
+        out[stop] = float("-inf")
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, VOCAB - 1), max_size=6),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+    st.tuples(
+        st.sampled_from([0.0, 0.5, -0.3]),
+        st.sampled_from([0.0, 0.7]),
+        st.sampled_from([1.0, 1.5]),
+        st.integers(0, 9),
+        st.integers(0, VOCAB - 1),
+    ),
+    st.integers(0, 2**31),
+)
+def test_block_equals_single_tokens(output, block, parameters, seed):
+    logits = torch.randn(1, len(block), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    penalties = state(*parameters)
+    if output:
+        penalties.advance(torch.tensor([output]), torch.tensor([len(output)]))
+    expected = torch.stack(
+        [slow(logits[0, j], output + block[: j + 1], *parameters) for j in range(len(block))]
+    )
+    got = logits.clone()
+    penalties.apply(got, torch.tensor([block]))
+    torch.testing.assert_close(got[0], expected)
+    for taken in range(1, len(block) + 1):
+        after = state(*parameters)
+        if output:
+            after.advance(torch.tensor([output]), torch.tensor([len(output)]))
+        after.advance(torch.tensor([block]), torch.tensor([taken]))
+        once = logits[:, :1].clone()
+        after.apply(once, None)
+        torch.testing.assert_close(once[0, 0], slow(logits[0, 0], output + block[:taken], *parameters))
+
+
+def test_nothing_asked_changes_nothing():
+    logits = torch.randn(2, 3, VOCAB)
+    got = logits.clone()
+    Penalties().apply(got, torch.zeros(2, 3, dtype=torch.long))
+    assert torch.equal(got, logits)
+
+
+@pytest.mark.parametrize("block", [None, torch.tensor([[1, 1, 2]])])
+def test_dtype_is_kept(block):
+    logits = torch.randn(1, 1 if block is None else 3, VOCAB, dtype=torch.bfloat16)
+    state(0.5, 0.1, 1.2, 3, 2).apply(logits, block)
+    assert logits.dtype == torch.bfloat16

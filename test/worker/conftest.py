@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test.checkpoints import VOCAB
+from test.forced import Forced
+from test.inprocess import InProcess
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids that are neither EOS nor the mask."""
+    return random.Random(seed).choices(range(5, 140), k=length)
+
+
+@pytest.fixture(scope="session")
+def target(small: Path) -> str:
+    return str(small / "target")
+
+
+@pytest.fixture(scope="session")
+def draft(small: Path) -> str:
+    return str(small / "draft")
+
+
+@pytest.fixture(scope="session")
+def alone(target: str) -> Callable[..., dict[str, Any]]:
+    """What the target says to one request without speculation, remembered."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def answers(requests: list[tuple[list[int], dict[str, Any]]]) -> list[dict[str, Any]]:
+        missing = [r for r in requests if repr(r) not in known]
+        if missing:
+            with InProcess(target, disable_radix_cache=True) as engine:
+                for ids, options in missing:
+                    req = engine.add(ids, **options)
+                    engine.run(req)
+                    known[repr((ids, options))] = facts(req)
+        return [known[repr(r)] for r in requests]
+
+    return answers
+
+
+def facts(req: Any) -> dict[str, Any]:
+    """What a client can see of a finished request."""
+    return {
+        "ids": list(req.output_ids_through_stop),
+        "reason": req.finished_reason.to_json(),
+        "logprobs": req.logprob.output_token_logprobs_val if req.return_logprob else None,
+        "logprob_ids": req.logprob.output_token_logprobs_idx if req.return_logprob else None,
+    }
+
+
+def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
+    """Put a forced drafter into a running engine."""
+    forced = Forced(engine.worker.drafter, accept, vocab_size=VOCAB)
+    engine.worker.drafter = forced
+    return forced

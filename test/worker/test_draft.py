@@ -1,0 +1,220 @@
+"""The draft computes what the paper says, from the target's true hidden states, always."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
+from test.forced import Recorder
+from test.inprocess import InProcess
+from test.reference import draft_block, features
+from test.worker.conftest import force, prompt
+from transformers import Qwen3ForCausalLM
+
+
+def record(engine: InProcess) -> Recorder:
+    engine.worker.drafter = recorder = Recorder(engine.worker.drafter)
+    return recorder
+
+
+def trace(engine: InProcess, ids: list[int], new_tokens: int) -> list[tuple[list[int], list[int]]]:
+    """For every step of a request: its output so far, and the block drafted behind it."""
+    recorder = record(engine)
+    req = engine.add(ids, max_new_tokens=new_tokens, ignore_eos=True)
+    steps = []
+    while not req.finished():
+        output = list(req.output_ids)
+        engine.step()
+        if len(recorder.blocks.get(req.rid, [])) > len(steps):
+            steps.append((output, recorder.blocks[req.rid][-1]))
+    return steps
+
+
+def draft_kv(engine: InProcess, row: int, length: int) -> torch.Tensor:
+    """Draft K and V of a row's first tokens, [2, layers, length, heads, D]."""
+    pool = engine.worker.draft_model_runner.token_to_kv_pool
+    slots = engine.rows.req_to_token[row, :length].long()
+    return torch.stack(
+        [torch.stack([b[slots] for b in buffers]) for buffers in (pool.k_buffer, pool.v_buffer)]
+    )
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("flags", [{}, {"page_size": 16}], ids=str)
+def test_drafts_equal_plain_pytorch(target, draft, model, flags):
+    """Draft tokens, step by step over 60 tokens, equal those of an independent implementation."""
+    config = draft_config()
+    weights = draft_weights(config)
+    ids = prompt(5, 30)
+    with InProcess(target, draft, **flags) as engine:
+        steps = trace(engine, ids, 60)
+    for output, block in steps:
+        assert block[0] == output[-1]
+        assert block[1:] == draft_block(model, config, weights, ids + output)
+
+
+def test_features_are_hidden_states(target, draft, model):
+    """B4: captured features are Transformers' hidden_states[k + 1]; its neighbours are not."""
+    ids = prompt(6, 40)
+    with InProcess(target, draft) as engine:
+        captured = []
+        write = engine.worker.context_kv.write
+        engine.worker.context_kv.write = lambda h, p, s: (captured.append(h.clone()), write(h, p, s))
+        engine.generate(ids, max_new_tokens=1)
+    layers = draft_config()["dflash_config"]["target_layer_ids"]
+    torch.testing.assert_close(captured[0], features(model, ids, layers), atol=1e-4, rtol=0)
+    for shift in (-1, 1):
+        neighbour = features(model, ids, [k + shift for k in layers])
+        assert (captured[0] - neighbour).abs().max() > 1e-2
+
+
+def test_last_layer_is_a_target_layer(target, model, tmp_path):
+    """B5: layer L-1 works, alone and with others; it is Transformers' hidden_states[L]."""
+    ids = prompt(7, 20)
+    for layers in ([0, 3], [3]):
+        config = draft_config(dflash_config={"target_layer_ids": layers})
+        weights = draft_weights(config)
+        path = write_draft(tmp_path / str(len(layers)), config, weights)
+        with InProcess(target, str(path)) as engine:
+            steps = trace(engine, ids, 12)
+        for output, block in steps:
+            assert block[1:] == draft_block(model, config, weights, ids + output)
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_prefix_hit_keeps_the_trace(target, draft, page):
+    """B1: the same prompt again, a longer one, and one that ends inside a page draft the same."""
+    ids = prompt(8, 37)
+    variants = [ids, ids + prompt(9, 10), ids[:30], ids[:18] + prompt(10, 9)]
+    with InProcess(target, draft, page_size=page) as engine:
+        recorder = record(engine)
+
+        def run(tokens: list[int]) -> tuple[list[int], list[list[int]], int]:
+            req = engine.add(tokens, max_new_tokens=20, ignore_eos=True)
+            engine.run(req)
+            return list(req.output_ids), recorder.blocks[req.rid], req.cached_tokens
+
+        for variant in variants:
+            engine.scheduler.flush_cache()
+            cold = run(variant)
+            engine.scheduler.flush_cache()
+            run(ids)
+            warm = run(variant)
+            assert cold[2] == 0
+            assert warm[2] >= 17 // page * page
+            assert warm[:2] == cold[:2]
+
+
+def test_cached_tokens_equal_target(target, draft):
+    """B3: a prefix hit is as long as without speculation."""
+
+    def cached(engine: InProcess) -> list[int]:
+        first = engine.generate(prompt(11, 40), max_new_tokens=24, ignore_eos=True)
+        counts = []
+        for ids in (prompt(11, 40), prompt(11, 40) + first + prompt(12, 3)):
+            req = engine.add(ids, max_new_tokens=8, ignore_eos=True)
+            engine.run(req)
+            counts.append(req.cached_tokens)
+        return counts
+
+    for page in (1, 16):
+        with InProcess(target, page_size=page) as engine:
+            expected = cached(engine)
+        with InProcess(target, draft, page_size=page) as engine:
+            assert cached(engine) == expected
+
+
+def test_shared_prefix_is_never_written(target, draft):
+    """B2: requests that share a cached prefix leave its draft KV as it is."""
+    shared = prompt(13, 32)
+    with InProcess(target, draft) as engine:
+        engine.generate(shared, max_new_tokens=1)
+        holder = engine.add([*shared, 7], max_new_tokens=40, ignore_eos=True)
+        engine.step()
+        before = draft_kv(engine, holder.req_pool_idx, len(shared))
+        others = [engine.add([*shared, i], max_new_tokens=20, ignore_eos=True) for i in (8, 9, 10)]
+        while not all(req.finished() for req in others):
+            engine.step()
+        assert all(req.cached_tokens >= len(shared) - 1 for req in others)
+        assert torch.equal(before, draft_kv(engine, holder.req_pool_idx, len(shared)))
+        engine.run(holder)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_chunked_prefill_gives_the_same_draft_kv(target, draft, page):
+    """B7: chunks of one, page-1, page and page+1 tokens (page-aligned where SGLang demands it)."""
+    ids = prompt(14, 21)
+    kv = {}
+    chunks = {-1, 1, 3, 4, 5, 8} if page == 1 else {-1, 4, 8}
+    for chunk in sorted(chunks):
+        flags = {"page_size": page, "chunked_prefill_size": chunk, "disable_radix_cache": True}
+        with InProcess(target, draft, **flags) as engine:
+            req = engine.add(ids, max_new_tokens=8, ignore_eos=True)
+            while not req.output_ids:
+                engine.step()
+            kv[chunk] = draft_kv(engine, req.req_pool_idx, len(ids))
+            engine.run(req)
+    for chunk in chunks:
+        torch.testing.assert_close(kv[chunk], kv[-1], atol=1e-4, rtol=0)
+
+
+def test_drafts_are_argmax_and_repeat(target, draft):
+    """B22: the same state drafts the same block, sampled request or not."""
+    with InProcess(target, draft) as engine:
+        recorder = record(engine)
+        for temperature in (0.0, 1.0):
+            req = engine.add(prompt(15, 12), temperature=temperature, max_new_tokens=2)
+            engine.run(req)
+        greedy, sampled = (blocks[0] for blocks in recorder.blocks.values())
+        if greedy[0] == sampled[0]:
+            assert greedy == sampled
+        assert len(greedy) == BLOCK
+
+
+def test_padded_rows_are_never_drafted(tmp_path):
+    """B16: rows that pad the vocabulary hold huge values and lose all the same."""
+    target = write_target(tmp_path / "target", vocab_size=150)
+    config = draft_config(vocab_size=150, dflash_config={"mask_token_id": 149})
+    draft = write_draft(tmp_path / "draft", config, draft_weights(config))
+    with InProcess(str(target), str(draft)) as engine:
+        head = engine.worker.draft_model_runner.model.vocabulary.lm_head
+        assert head.weight.shape == (192, HIDDEN)
+        head.weight.data[150:] = 1e4
+        recorder = record(engine)
+        output = engine.generate(prompt(16, 10), max_new_tokens=20, ignore_eos=True)
+        drafted = [token for blocks in recorder.blocks.values() for row in blocks for token in row]
+    assert max(drafted + output) < 150
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_head(tmp_path, tied):
+    """B17: the draft reads the head that the target has, tied to its embedding or not."""
+    target = write_target(tmp_path / "target", tie_word_embeddings=tied)
+    config = draft_config()
+    weights = draft_weights(config)
+    draft = write_draft(tmp_path / "draft", config, weights)
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = prompt(17, 15)
+    with InProcess(str(target), str(draft)) as engine:
+        recorder = record(engine)
+        output = engine.generate(ids, max_new_tokens=2, ignore_eos=True)
+        [[block, *_]] = recorder.blocks.values()
+    assert block[1:] == draft_block(model, config, weights, ids + output[:1])
+
+
+def test_generated_mask_token_survives(target, draft, alone):
+    """B20: a token equal to mask_token_id is output like any other."""
+    mask = draft_config()["dflash_config"]["mask_token_id"]
+    options = {"max_new_tokens": 12, "logit_bias": {str(mask): 100.0}, "ignore_eos": True}
+    [expected] = alone([(prompt(18, 9), options)])
+    assert expected["ids"] == [mask] * 12
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 7)
+        req = engine.add(prompt(18, 9), **options)
+        forced.truth[req.rid] = expected["ids"]
+        engine.run(req)
+        assert list(req.output_ids) == expected["ids"]

@@ -1,0 +1,112 @@
+"""Whatever is accepted, the output is the target's own: page sizes, caches, chunks, finishes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test.checkpoints import word
+from test.inprocess import InProcess
+from test.worker.conftest import facts, force, prompt
+
+LONG = {"max_new_tokens": 60, "ignore_eos": True}
+
+
+def requests(count: int, longest: int = 70) -> list[tuple[list[int], dict]]:
+    rng = random.Random(7)
+    return [
+        (prompt(i, rng.randint(1, longest)), {"max_new_tokens": rng.randint(1, 60), "ignore_eos": True})
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"page_size": 16},
+        {"page_size": 4, "chunked_prefill_size": 4},
+        {"page_size": 256, "disable_radix_cache": True},
+        {"disable_radix_cache": True, "chunked_prefill_size": 7},
+        {"speculative_num_draft_tokens": 3},
+        {"speculative_dflash_block_size": 2, "page_size": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accepting", ["none", "all", "random"])
+def test_equals_target(target, draft, alone, flags, accepting):
+    """A6, A8, B6, B8, B23: many at once; the strict memory check runs after every step."""
+    asked = requests(12)
+    expected = alone(asked)
+    rng = random.Random(3)
+    with InProcess(target, draft, **flags) as engine:
+        block = engine.server_args.speculative_num_draft_tokens
+        counts = {"none": lambda _: 0, "all": lambda _: block, "random": lambda _: rng.randint(0, block)}
+        forced = force(engine, counts[accepting])
+        free = engine.allocator.available_size()
+        reqs = []
+        for (ids, options), answer in zip(asked, expected, strict=True):
+            req = engine.add(ids, **options)
+            forced.truth[req.rid] = answer["ids"]
+            reqs.append(req)
+            engine.step()
+            batch = engine.scheduler.running_batch
+            if not batch.is_empty():
+                running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+                lens = [len(batch.reqs[i].origin_input_ids + batch.reqs[i].output_ids) - 1 for i in running]
+                assert batch.seq_lens[running].tolist() == lens
+                assert batch.orig_seq_lens[running].tolist() == lens
+                assert batch.seq_lens_cpu[running].tolist() == lens
+        engine.run(*reqs)
+        assert [facts(req) for req in reqs] == expected
+        engine.scheduler.flush_cache()
+        assert engine.allocator.available_size() == free
+        assert len(engine.rows.free_slots) == engine.rows.size
+
+
+WAYS = ("length", "eos", "stop_token", "stop_string", "stop_regex")
+PROMPT = prompt(101, 20)
+
+
+def finishing(way: str, token: int, cut: int) -> dict:
+    """Options under which the request ends at its output token number `cut`."""
+    text = word(token)
+    return {
+        "length": {"max_new_tokens": cut + 1, "ignore_eos": True},
+        "eos": {"max_new_tokens": 40, "eos": token},
+        "stop_token": {"max_new_tokens": 40, "stop_token_ids": [token]},
+        "stop_string": {"max_new_tokens": 40, "stop": [text]},
+        "stop_regex": {"max_new_tokens": 40, "stop_regex": [text]},
+    }[way] | {"return_logprob": True}
+
+
+@pytest.fixture(scope="module")
+def finish(target, draft, alone):
+    """The engine with all drafts right, and for each (way, offset) options and expected facts."""
+    [full] = alone([(PROMPT, LONG)])
+    cases = {
+        (way, offset): finishing(way, full["ids"][1 + offset], 1 + offset)
+        for way in WAYS
+        for offset in range(9)
+    }
+    expected = alone([(PROMPT, options) for options in cases.values()])
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 7)
+        yield engine, forced, full["ids"], dict(zip(cases, zip(cases.values(), expected, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("offset", range(9))
+@pytest.mark.parametrize("way", WAYS)
+def test_finish_at_every_offset(finish, way, offset):
+    """B21, A4: finishing inside a block gives the text, reason and counts of one-token decoding."""
+    engine, forced, truth, cases = finish
+    options, expected = cases[way, offset]
+    req = engine.add(PROMPT, **options)
+    forced.truth[req.rid] = truth
+    engine.run(req)
+    got = facts(req)
+    assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+    assert {**got, "logprobs": None} == {**expected, "logprobs": None}
+    assert sum(req.spec_correct_drafts_histogram) == req.spec_verify_ct
+    accepted = sum(k * n for k, n in enumerate(req.spec_correct_drafts_histogram))
+    assert accepted == req.spec_num_correct_drafts

@@ -1,0 +1,174 @@
+"""Memory pressure, filters, aborts, the end of the row: nothing is lost, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test.inprocess import InProcess
+from test.worker.conftest import facts, force, prompt
+
+
+def forced_requests(engine, forced, asked, expected):
+    reqs = []
+    for (ids, options), answer in zip(asked, expected, strict=True):
+        req = engine.add(ids, **options)
+        forced.truth[req.rid] = answer["ids"]
+        reqs.append(req)
+    return reqs
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_small_pool_retracts_and_finishes(target, draft, alone, page):
+    """A5, A7: too little KV for all: some are retracted, all finish, all are right."""
+    asked = [(prompt(20 + i, 30), {"max_new_tokens": 60, "ignore_eos": True}) for i in range(6)]
+    expected = alone(asked)
+    rng = random.Random(1)
+    flags = {"page_size": page, "max_total_tokens": 320, "disable_radix_cache": False}
+    with InProcess(target, draft, schedule_conservativeness=0.01, **flags) as engine:
+        forced = force(engine, lambda _: rng.randint(0, 7))
+        free = engine.allocator.available_size()
+        reqs = forced_requests(engine, forced, asked, expected)
+        engine.run(*reqs)
+        assert sum(req.retraction_count for req in reqs) > 0
+        assert [facts(req) for req in reqs] == expected
+        engine.scheduler.flush_cache()
+        assert engine.allocator.available_size() == free
+
+
+def test_filter_and_retract_in_one_step(target, draft, alone):
+    """A7: requests 0 and 2 of 4 finish while one is retracted; the rest keep their own state."""
+    lengths = [9, 60, 9, 60]
+    asked = [
+        (prompt(30 + i, 20), {"max_new_tokens": n, "ignore_eos": True}) for i, n in enumerate(lengths)
+    ]
+    expected = alone(asked)
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 7)
+        reqs = forced_requests(engine, forced, asked, expected)
+        while not reqs[0].finished():
+            engine.step()
+        assert [req.finished() for req in reqs] == [True, False, True, False]
+        batch = engine.scheduler.running_batch
+        batch.filter_batch(v1_spec_info_filtered=True)
+        keep = batch.reqs.index(reqs[1])
+        batch.release_req(batch.reqs.index(reqs[3]), 1, engine.server_args)
+        batch.filter_batch(keep_indices=[keep])
+        assert batch.spec_info.anchors.tolist() == [reqs[1].output_ids[-1]]
+        engine.scheduler._add_request_to_queue(reqs[3], is_retracted=True)
+        engine.run(*reqs)
+        assert [facts(req) for req in reqs] == expected
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_runs_to_the_context_length(target, draft, alone, page):
+    """A9: the last block crosses the context's end; the next request's row is not touched."""
+    ids = prompt(40, 12)
+    options = {"max_new_tokens": 512 - 12 - 1, "ignore_eos": True}
+    [expected] = alone([(ids, options)])
+    assert len(expected["ids"]) > 480
+    with InProcess(target, draft, page_size=page) as engine:
+        forced = force(engine, lambda _: 6)
+        req = engine.add(ids, **options)
+        forced.truth[req.rid] = expected["ids"]
+        engine.step()
+        canary = engine.rows.req_to_token[req.req_pool_idx + 1]
+        canary.fill_(-7)
+        engine.run(req)
+        assert (canary == -7).all()
+        assert facts(req) == expected
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_abort_in_mid_block_and_reuse(target, draft, alone, page):
+    """B23: a slot and a row serve the next request as if new after a finish and after an abort."""
+    asked = [(prompt(50 + i, 25), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
+    expected = alone(asked)
+    with InProcess(target, draft, page_size=page, max_running_requests=1) as engine:
+        forced = force(engine, lambda _: 3)
+        free = engine.allocator.available_size()
+        first, second, third = forced_requests(engine, forced, asked, expected)
+        while len(first.output_ids) < 10:
+            engine.step()
+        engine.abort(first)
+        engine.run(first, second, third)
+        assert first.finished_reason.to_json()["type"] == "abort"
+        assert [facts(second), facts(third)] == expected[1:]
+        engine.scheduler.flush_cache()
+        assert engine.allocator.available_size() == free
+
+
+def test_longest_request_fits_the_pool(target, draft, alone):
+    """B27: capacity counts the draft pool, and what the server admits it can finish."""
+    with InProcess(target, draft, max_total_tokens=128) as engine:
+        draft_pool = engine.worker.draft_model_runner.token_to_kv_pool
+        assert draft_pool.k_buffer[0].shape[0] == engine.allocator.size + 1
+        ids = prompt(60, 40)
+        req = engine.add(ids, max_new_tokens=500, ignore_eos=True)
+        engine.run(req)
+    assert req.finished_reason.to_json()["type"] == "length"
+    assert len(req.output_ids) > 128 - 40 - 20
+    [expected] = alone([(ids, {"max_new_tokens": len(req.output_ids), "ignore_eos": True})])
+    assert list(req.output_ids) == expected["ids"]
+
+
+def test_requests_that_do_not_speculate(target, draft, alone):
+    """B28: one token, and none, beside requests that decode."""
+    asked = [
+        (prompt(70, 20), {"max_new_tokens": 50, "ignore_eos": True}),
+        (prompt(71, 20), {"max_new_tokens": 1, "ignore_eos": True}),
+        (prompt(72, 1), {"max_new_tokens": 2, "ignore_eos": True}),
+    ]
+    expected = alone(asked)
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 2)
+        reqs = forced_requests(engine, forced, asked, expected)
+        engine.run(*reqs)
+        assert [facts(req) for req in reqs] == expected
+        assert [req.spec_verify_ct for req in reqs][1:] == [0, 1]
+
+
+def test_counters_of_a_forced_pattern(target, draft, alone):
+    """A4: steps, accepted drafts and the histogram of a known pattern, exactly."""
+    pattern = [3, 0, 7, 1, 1]
+    total = 1 + sum(k + 1 for k in pattern)
+    [expected] = alone([(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})])
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda req: pattern[req.spec_verify_ct])
+        [req] = forced_requests(
+            engine, forced, [(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})], [expected]
+        )
+        engine.run(req)
+        assert list(req.output_ids) == expected["ids"]
+        assert req.spec_verify_ct == 5
+        assert req.spec_num_correct_drafts == 12
+        assert req.spec_correct_drafts_histogram == [1, 2, 0, 1, 0, 0, 0, 1]
+
+
+def test_finish_on_an_accepted_draft_counts_it(target, draft, alone):
+    """A4: the drafts taken are all counted when the request ends among them."""
+    [expected] = alone([(prompt(81, 10), {"max_new_tokens": 6, "ignore_eos": True})])
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 7)
+        options = {"max_new_tokens": 6, "ignore_eos": True}
+        [req] = forced_requests(engine, forced, [(prompt(81, 10), options)], [expected])
+        engine.run(req)
+        assert (req.spec_verify_ct, req.spec_num_correct_drafts) == (1, 5)
+        assert req.spec_correct_drafts_histogram == [0, 0, 0, 0, 0, 1]
+
+
+def test_scheduler_tensors_are_not_changed_in_place(target, draft):
+    """B8: what the scheduler holds keeps its value; the worker gives it new tensors."""
+    with InProcess(target, draft) as engine:
+        req = engine.add(prompt(90, 10), max_new_tokens=20, ignore_eos=True)
+        engine.step()
+        engine.step()
+        batch = engine.scheduler.running_batch
+        held = {name: getattr(batch, name) for name in ("seq_lens", "seq_lens_cpu", "orig_seq_lens")}
+        copies = {name: tensor.clone() for name, tensor in held.items()}
+        mode, info = batch.forward_mode, batch.sampling_info
+        engine.step()
+        assert all((held[name] == copies[name]).all() for name in held)
+        assert batch.forward_mode == mode
+        assert batch.sampling_info is info
+        engine.run(req)
