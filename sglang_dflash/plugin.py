@@ -119,10 +119,22 @@ CPU_HOOKS = (
         "no CPU branch",
     ),
     Hook(
-        "layers.vocab_parallel_embedding.get_masked_input_and_mask",
-        "AROUND",
-        "cpu.stand_ins:uncompiled",
-        "torch.compile needs a C++ compiler",
+        "server_args.ServerArgs._handle_cpu_backends",
+        "BEFORE",
+        "cpu.stand_ins:default_backend",
+        "SGLang's default backend needs AMX and cannot verify",
+    ),
+    Hook(
+        "layers.utils.hash.murmur_hash32",
+        "REPLACE",
+        "cpu.stand_ins:murmur_hash32",
+        "Triton kernel",
+    ),
+    Hook(
+        "batch_invariant_ops.enable_batch_invariant_mode",
+        "REPLACE",
+        "cpu.stand_ins:keep_aten",
+        "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
     Hook(
         "arg_groups.speculative_hook.handle_speculative_decoding",
@@ -148,6 +160,10 @@ def dflash_cpu() -> None:
 
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
     common.is_cpu.cache_clear()
+    from sglang.srt import server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     _register(CPU_HOOKS)
 
 

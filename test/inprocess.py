@@ -16,6 +16,7 @@ import torch
 import zmq
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from sglang.srt.plugins import load_plugins
 

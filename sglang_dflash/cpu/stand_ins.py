@@ -76,9 +76,48 @@ def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
     return None
 
 
-def uncompiled(original: Any, *args: Any) -> Any:
-    """AROUND `get_masked_input_and_mask`: without torch.compile, which needs a C++ compiler."""
-    return original._torchdynamo_orig_callable(*args)
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """REPLACE SGLang's Triton kernel of the same name, bit for bit.
+
+    MurmurHash3 (x86, 32 bit) of the four words seed low, seed high, position, column. seed,
+    positions: [n] integers; col_indices: [m] integers. Returns [n, m] uint32.
+    """
+    mask = 0xFFFFFFFF
+
+    def mix(h: Tensor, k: Tensor) -> Tensor:
+        k = _times(k, 0xCC9E2D51)
+        k = _times((k << 15 | k >> 17) & mask, 0x1B873593)
+        h = h ^ k
+        return (_times((h << 13 | h >> 19) & mask, 5) + 0xE6546B64) & mask
+
+    seed = seed.view(torch.int64)[:, None]
+    words = (seed & mask, seed >> 32 & mask, positions.long()[:, None] & mask)
+    h = torch.zeros_like(seed)
+    for word in (*words, col_indices.long()[None] & mask):
+        h = mix(h, word)
+    h = h ^ 16
+    h = _times(h ^ h >> 16, 0x85EBCA6B)
+    h = _times(h ^ h >> 13, 0xC2B2AE35)
+    return (h ^ h >> 16).to(torch.uint32)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """x * factor mod 2**32, in int64 without overflow. x: int64 below 2**32."""
+    low, high = factor & 0xFFFF, factor >> 16
+    return (x * low + ((x * high & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def default_backend(server_args: Any) -> None:
+    """BEFORE `ServerArgs._handle_cpu_backends`: torch_native where no backend was asked for.
+
+    SGLang's default, intel_amx, verifies no block and has no seeded draw.
+    """
+    if server_args.device == "cpu" and server_args.attention_backend is None:
+        server_args.attention_backend = "torch_native"
+
+
+def keep_aten() -> None:
+    """REPLACE `enable_batch_invariant_mode`, which registers Triton kernels."""
 
 
 def default_limits(_: None, server_args: Any) -> None:
@@ -89,6 +128,8 @@ def default_limits(_: None, server_args: Any) -> None:
     """
     if server_args.device != "cpu":
         return
+    if not server_args.enable_torch_compile:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's helpers would need a C++ compiler
     if server_args.tp_size > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(server_args.tp_size))
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))

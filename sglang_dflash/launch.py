@@ -1,0 +1,105 @@
+"""Start a real SGLang server as a child process and end it, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+import requests
+
+START_SECONDS = 600
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up; the message ends with its log."""
+
+
+class Server:
+    """`with Server(["--model-path", ...]) as server:` gives `server.url`, ready to serve.
+
+    The log goes to `server.log`. Leaving ends the server and all its children by their ids.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: Mapping[str, str] | None = None,
+        waiting: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
+        self._waiting = waiting
+        command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Server:
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < START_SECONDS:
+            self._waiting(elapsed)
+            if self._process.poll() is not None:
+                raise ServerFailed(f"The server exited.\n{self.tail()}")
+            try:
+                if requests.get(f"{self.url}/health_generate", timeout=30).status_code == 200:
+                    return
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise ServerFailed(f"The server was not ready in {START_SECONDS} s.\n{self.tail()}")
+
+    def stop(self) -> None:
+        """End the server and its children; safe to call twice."""
+        try:
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for child in family:
+            if child.is_running():
+                child.kill()
+        psutil.wait_procs(family, timeout=10)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the server's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
