@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 
@@ -13,6 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="the bundled pair without and with DFLASH, compared")
     demo.add_argument("--json", action="store_true", help="print the last line only")
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so servers are ended
     from sglang_dflash.demo import run
 
     return run(quiet=chosen.json)

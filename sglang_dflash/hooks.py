@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
-from sglang.srt.server_args import get_global_server_args
-
 from sglang_dflash import server_args as rules
+from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.core.slots import ceil_align, reserved_end
 from sglang_dflash.errors import Refusal
@@ -51,15 +51,15 @@ class CaptureConfig:
 
 def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
     """REPLACE `parse_dflash_draft_config`."""
-    return CaptureConfig(rules.load_config(draft_hf_config.dflash_path))
+    return CaptureConfig(load_config(draft_hf_config.dflash_path))
 
 
 def capture_layers(original: Any, runner: Any) -> None:
     """AROUND `ModelRunner.init_aux_hidden_state_capture`: the last layer is a layer, too.
 
     SGLang captures before layer k + 1, which does not exist for the last layer: its output is what
-    the LM head reads, so the logits processor appends that (see `append_final_state`). Transformers'
-    `hidden_states[L]`, which drafts are trained on, is the same state after the final norm.
+    the LM head reads, so the logits processor appends that (see `append_final_state`). It is also
+    Transformers' `hidden_states[L]`, the state after the final norm, which drafts are trained on.
     """
     if not runner.dflash_use_aux_hidden_state:
         return original(runner)
@@ -98,6 +98,19 @@ def append_final_state(
         *args,
         **kwargs,
     )
+
+
+def token_ids_logprobs(
+    original: Any, logprobs: Any, token_ids_logprobs_list: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND `get_token_ids_logprobs_raw`: requests that name no tokens get empty tensors.
+
+    SGLang's own answer for them is a list where a tensor is expected, or an exception: a batch that
+    mixes such requests ends the scheduler.
+    """
+    if get_global_server_args().speculative_algorithm == "DFLASH":
+        token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
+    return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
 
 
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:

@@ -62,6 +62,12 @@ DFLASH_HOOKS = (
         "the last layer's state is known only there",
     ),
     Hook(
+        "layers.utils.logprob.get_token_ids_logprobs_raw",
+        "AROUND",
+        "hooks:token_ids_logprobs",
+        "SGLang dies of a batch that mixes token_ids_logprob with other logprobs",
+    ),
+    Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         "AROUND",
         "hooks:tokens_for_next_decode",

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint import load_config

@@ -41,21 +41,29 @@ def draft_block(
     weights: dict[str, Tensor],
     ids: list[int],
     block_size: int | None = None,
+    first: int = 0,
 ) -> list[int]:
-    """Drafts behind `ids`, whose last token is the anchor: block_size - 1 token ids."""
+    """Drafts behind `ids`, whose last token is the anchor: block_size - 1 token ids.
+
+    Context tokens before position `first` are not seen.
+    """
     n = block_size or config["block_size"]
     eps, theta, dim = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     context, anchor = ids[:-1], ids[-1]
     embedding = target.get_input_embeddings().weight.float()
     f = features(target, context, config["dflash_config"]["target_layer_ids"])
-    c = _norm(f @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    c = _norm(f @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)[first:]
     mask = config["dflash_config"]["mask_token_id"]
     x = embedding[torch.tensor([anchor] + [mask] * (n - 1))]
-    context_at = torch.arange(len(context))
+    context_at = torch.arange(first, len(context))
     block_at = torch.arange(n) + len(context)
     for i in range(config["num_hidden_layers"]):
-        w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
+        w = {
+            k.removeprefix(f"layers.{i}."): v
+            for k, v in weights.items()
+            if k.startswith(f"layers.{i}.")
+        }
 
         def project(source: Tensor, name: str, count: int, w: dict[str, Tensor] = w) -> Tensor:
             out = source @ w[f"self_attn.{name}_proj.weight"].T
@@ -66,7 +74,9 @@ def draft_block(
         h = _norm(x, w["input_layernorm.weight"], eps)
         q = _rope(_norm(project(h, "q", heads), w["self_attn.q_norm.weight"], eps), block_at, theta)
         source, at = torch.cat([c, h]), torch.cat([context_at, block_at])
-        k = _rope(_norm(project(source, "k", kv_heads), w["self_attn.k_norm.weight"], eps), at, theta)
+        k = _rope(
+            _norm(project(source, "k", kv_heads), w["self_attn.k_norm.weight"], eps), at, theta
+        )
         v = project(source, "v", kv_heads)
         out = torch.empty(n, heads, dim)
         for head in range(heads):

@@ -47,7 +47,7 @@ class Fields:
 
     def optional_ints(self, key: str) -> list[int] | None:
         """Strictly ascending non-negative ids."""
-        value = self.raw.get(key)
+        value: list[int] | None = self.raw.get(key)
         if value is None:
             return None
         good = isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling): flat `rope_theta` + `rope_scaling`, or Transformers 5 `rope_parameters`."""
+        """(theta, scaling) from flat `rope_theta` and `rope_scaling`, or from `rope_parameters`."""
         parameters = self.raw.get("rope_parameters")
         scaling = dict(parameters if parameters is not None else self.raw.get("rope_scaling") or {})
         theta = scaling.pop("rope_theta", self.raw.get("rope_theta"))

@@ -15,78 +15,71 @@ from torch import Tensor
 
 
 @dataclass
-class Penalties:
-    """State of a batch, over the output before the anchor. Tensors are updated in place.
+class Penalty:
+    """One kind of penalty over the output before the anchor, a row a request."""
 
-    SGLang's own tensors (`penaltylib`), so that its filter and merge keep them with their requests;
-    None where no request of the batch uses the penalty.
+    state: Tensor  # [B, V] what each token carries now
+    step: Tensor  # [B, 1] what an occurrence adds or sets
+
+
+@dataclass
+class MinLength:
+    """Stop tokens banned until the output is long enough."""
+
+    length: Tensor  # [B, 1] int32, tokens of output before the anchor
+    minimum: Tensor  # [B, 1] int32
+    stop_bias: Tensor  # [B, V] 0, -inf at stop tokens
+
+
+@dataclass
+class Penalties:
+    """What a batch asks for; None where no request of it does. Tensors are updated in place.
+
+    They are SGLang's own (`penaltylib`), so its filter and merge keep them with their requests.
     """
 
-    frequency: Tensor | None = None  # [B, V] summed penalty
-    frequency_step: Tensor | None = None  # [B, 1]
-    presence: Tensor | None = None  # [B, V] 0 or the penalty
-    presence_step: Tensor | None = None  # [B, 1]
-    repetition: Tensor | None = None  # [B, V] 1 or the penalty
-    repetition_step: Tensor | None = None  # [B, 1]
-    length: Tensor | None = None  # [B, 1] int32, tokens of output
-    min_length: Tensor | None = None  # [B, 1] int32
-    stop_bias: Tensor | None = None  # [B, V] 0, -inf at stop tokens
+    frequency: Penalty | None = None  # added up
+    presence: Penalty | None = None  # set at the first occurrence
+    repetition: Penalty | None = None  # a factor, set at the first occurrence
+    min_length: MinLength | None = None
 
     def apply(self, logits: Tensor, block: Tensor | None) -> None:
         """Penalise in place. logits: [B, w, V]; block: [B, w] int64, None in prefill (w = 1).
 
         Additive penalties come first, then scaling, as in SGLang's overlap mode.
         """
+        base = [None if p is None else p.state[:, None] for p in self._kinds()]
         if block is None:
-            self._scale_and_add(logits, self.frequency, self.presence, self.repetition)
+            _bend(logits, *base)
         else:
-            self._apply_block(logits, block)
-        if self.length is not None:
+            columns = block[:, None, :].expand(-1, block.shape[1], -1)  # [B, w, w]: row j, token k
+            own = logits.gather(2, columns)
+            _bend(logits, *base)
+            _bend(own, *self._at_block(block))
+            logits.scatter_(2, columns, own)
+        if self.min_length is not None:
             seen = torch.arange(logits.shape[1], device=logits.device) + (block is not None)
-            early = self.length + seen < self.min_length  # [B, w]
-            logits.add_(torch.where(early[:, :, None], self.stop_bias[:, None], 0.0))
+            early = self.min_length.length + seen < self.min_length.minimum  # [B, w]
+            bias = torch.where(early[:, :, None], self.min_length.stop_bias[:, None], 0.0)
+            logits.add_(bias)
 
-    def _apply_block(self, logits: Tensor, block: Tensor) -> None:
-        columns = block[:, None, :].expand(-1, block.shape[1], -1)  # [B, w, w]: row j, token k
-        own = logits.gather(2, columns)
+    def _kinds(self) -> tuple[Penalty | None, Penalty | None, Penalty | None]:
+        return self.frequency, self.presence, self.repetition
+
+    def _at_block(self, block: Tensor) -> list[Tensor | None]:
+        """Each penalty of block token k at row j, occurrences in block[0..j] counted: [B, w, w]."""
         same = block[:, :, None] == block[:, None, :]
-        counts = same.long().cumsum(dim=1)  # [B, w, w] occurrences of token k in block[0..j]
-
-        def at_block(base: Tensor | None, stepped: object) -> Tensor | None:
-            """The state's value at each block token, with the block's own occurrences."""
-            if base is None:
-                return None
-            value = base.gather(1, block)[:, None, :].expand_as(own)
-            return stepped(value)
-
-        frequency = at_block(
-            self.frequency, lambda value: value + counts * self.frequency_step[:, :, None]
-        )
-        presence = at_block(
-            self.presence,
-            lambda value: torch.where(counts > 0, self.presence_step[:, :, None], value),
-        )
-        repetition = at_block(
-            self.repetition,
-            lambda value: torch.where(counts > 0, self.repetition_step[:, :, None], value),
-        )
-        self._scale_and_add(logits, self.frequency, self.presence, self.repetition)
-        self._scale_and_add(own, frequency, presence, repetition)
-        logits.scatter_(2, columns, own)
-
-    @staticmethod
-    def _scale_and_add(
-        logits: Tensor,
-        frequency: Tensor | None,
-        presence: Tensor | None,
-        repetition: Tensor | None,
-    ) -> None:
-        for penalty in (frequency, presence):
-            if penalty is not None:
-                logits.sub_(penalty[:, None] if penalty.dim() == 2 else penalty)
-        if repetition is not None:
-            scale = repetition[:, None] if repetition.dim() == 2 else repetition
-            logits.copy_(torch.where(logits < 0, logits * scale, logits / scale))
+        counts = same.long().cumsum(dim=1)
+        found: list[Tensor | None] = []
+        for kind in self._kinds():
+            if kind is None:
+                found.append(None)
+                continue
+            before = kind.state.gather(1, block)[:, None, :]
+            step = kind.step[:, :, None]
+            added = before + counts * step
+            found.append(added if kind is self.frequency else torch.where(counts > 0, step, before))
+        return found
 
     def advance(self, tokens: Tensor, count: Tensor) -> None:
         """Add the first `count` of these tokens to the output so far.
@@ -96,10 +89,20 @@ class Penalties:
         kept = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         tokens = torch.where(kept, tokens, tokens[:, :1])
         if self.frequency is not None:
-            self.frequency.scatter_add_(1, tokens, kept * self.frequency_step)
-        if self.presence is not None:
-            self.presence.scatter_(1, tokens, self.presence_step.expand_as(tokens))
-        if self.repetition is not None:
-            self.repetition.scatter_(1, tokens, self.repetition_step.expand_as(tokens))
-        if self.length is not None:
-            self.length += count[:, None].to(self.length.dtype)
+            self.frequency.state.scatter_add_(1, tokens, kept * self.frequency.step)
+        for kind in (self.presence, self.repetition):
+            if kind is not None:
+                kind.state.scatter_(1, tokens, kind.step.expand_as(tokens))
+        if self.min_length is not None:
+            self.min_length.length += count[:, None].to(self.min_length.length.dtype)
+
+
+def _bend(
+    logits: Tensor, frequency: Tensor | None, presence: Tensor | None, repetition: Tensor | None
+) -> None:
+    """Subtract, then scale, in place; penalties broadcast over logits."""
+    for penalty in (frequency, presence):
+        if penalty is not None:
+            logits.sub_(penalty)
+    if repetition is not None:
+        logits.copy_(torch.where(logits < 0, logits * repetition, logits / repetition))

@@ -15,7 +15,7 @@ KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
 
 
 def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `ModelRunner._get_attention_backend_from_str`: our class under the name torch_native."""
+    """AROUND `ModelRunner._get_attention_backend_from_str`: our class is `torch_native`."""
     if name != "torch_native":
         return original(runner, name, *args, **kwargs)
     from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper

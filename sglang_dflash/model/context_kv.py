@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
@@ -18,7 +20,7 @@ class ContextKV:
 
     def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
         self.model, self.pool = model, pool
-        attention = [layer.self_attn for layer in model.layers]
+        attention: list[Any] = [layer.self_attn for layer in model.layers]
         first = attention[0]
         self._rows = slice(first.q_size, first.q_size + 2 * first.kv_size)  # K, V of the fused QKV
         self._attention = attention

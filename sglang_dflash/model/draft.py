@@ -140,7 +140,7 @@ class DFlashDraftModel(nn.Module):
             len(dflash.target_layer_ids) * dflash.target_hidden_size, dflash.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
-        self.vocabulary: TargetVocabulary | None = None
+        self.vocabulary: TargetVocabulary
         self.block_size = dflash.block_size
 
     def forward(

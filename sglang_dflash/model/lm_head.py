@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
@@ -16,7 +19,9 @@ class TargetVocabulary:
     No nn.Module, so that the draft neither registers nor loads the target's weights.
     """
 
-    def __init__(self, embedding: nn.Module, lm_head: nn.Module, processor: LogitsProcessor):
+    def __init__(
+        self, embedding: nn.Module, lm_head: VocabParallelEmbedding, processor: LogitsProcessor
+    ) -> None:
         self.embed = embedding
         self.lm_head = lm_head
         self._processor = processor
@@ -26,13 +31,13 @@ class TargetVocabulary:
         self._group = get_tp_group()
 
     @classmethod
-    def of(cls, model: nn.Module) -> TargetVocabulary:
+    def of(cls, model: Any) -> TargetVocabulary:
         """The vocabulary of a target model; multimodal models keep it on their language model."""
         language = getattr(model, "language_model", model)
         head = getattr(language, "lm_head", None) or getattr(model, "lm_head", None)
         processor = getattr(model, "logits_processor", None) or language.logits_processor
-        assert head is not None and hasattr(head, "shard_indices"), (
-            f"{type(model).__name__} has no vocabulary-parallel lm_head"
+        assert hasattr(head, "shard_indices"), (
+            f"{type(model).__name__} has no vocabulary-parallel head"
         )
         return cls(model.get_input_embeddings(), head, processor)
 

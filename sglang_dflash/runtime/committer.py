@@ -23,7 +23,8 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
 
     Stops behind the token that finishes it; returns how many were taken, at least 1.
     """
-    for taken, token in enumerate(tokens, start=1):
+    before = len(req.output_ids)
+    for token in tokens:
         req.output_ids.append(token)
         req.update_finish_state()
         if req.grammar is not None:
@@ -35,7 +36,7 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
                 req.update_finish_state()
         if req.finished():
             break
-    return taken
+    return len(req.output_ids) - before
 
 
 class Committer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
@@ -13,48 +14,54 @@ from sglang.srt.sampling.penaltylib import (
 )
 from torch import Tensor
 
-from sglang_dflash.core.penalties import Penalties
-
-# Ours <- SGLang's: (penalizer, its tensor, our field)
-_FIELDS = (
-    (BatchedFrequencyPenalizer, "cumulated_frequency_penalties", "frequency"),
-    (BatchedFrequencyPenalizer, "frequency_penalties", "frequency_step"),
-    (BatchedPresencePenalizer, "cumulated_presence_penalties", "presence"),
-    (BatchedPresencePenalizer, "presence_penalties", "presence_step"),
-    (BatchedRepetitionPenalizer, "cumulated_repetition_penalties", "repetition"),
-    (BatchedRepetitionPenalizer, "repetition_penalties", "repetition_step"),
-    (BatchedMinNewTokensPenalizer, "len_output_tokens", "length"),
-    (BatchedMinNewTokensPenalizer, "min_new_tokens", "min_length"),
-    (BatchedMinNewTokensPenalizer, "stop_token_penalties", "stop_bias"),
-)
+from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 
 
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
     """A view on the tensors of SGLang's penalizers; empty where none is required."""
-    found = {
-        field: getattr(orchestrator.penalizers[kind], name)
-        for kind, name, field in _FIELDS
-        if kind in orchestrator.penalizers and orchestrator.penalizers[kind].is_prepared()
-    }
-    return Penalties(**found)
+
+    def tensors(kind: type, *names: str) -> list[Tensor] | None:
+        penalizer = orchestrator.penalizers.get(kind)
+        if penalizer is None or not penalizer.is_prepared():
+            return None
+        return [getattr(penalizer, name) for name in names]
+
+    frequency = tensors(
+        BatchedFrequencyPenalizer, "cumulated_frequency_penalties", "frequency_penalties"
+    )
+    presence = tensors(
+        BatchedPresencePenalizer, "cumulated_presence_penalties", "presence_penalties"
+    )
+    repetition = tensors(
+        BatchedRepetitionPenalizer, "cumulated_repetition_penalties", "repetition_penalties"
+    )
+    length = tensors(
+        BatchedMinNewTokensPenalizer, "len_output_tokens", "min_new_tokens", "stop_token_penalties"
+    )
+    return Penalties(
+        frequency=Penalty(*frequency) if frequency else None,
+        presence=Penalty(*presence) if presence else None,
+        repetition=Penalty(*repetition) if repetition else None,
+        min_length=MinLength(*length) if length else None,
+    )
 
 
-def recount(penalties: Penalties, reqs: list[Req]) -> None:
+def recount(penalties: Penalties, reqs: list[Req], device: str) -> None:
     """Count the output that requests bring into a prefill: those that were retracted.
 
     SGLang starts its penalizers from nothing at every prefill.
     """
-    width = max(len(req.output_ids) for req in reqs)
-    if width == 0:
-        return
-    device = next(t for t in vars(penalties).values() if t is not None).device
     for row, req in enumerate(reqs):
-        if req.output_ids:
-            one = Penalties(
-                **{k: v[row : row + 1] for k, v in vars(penalties).items() if v is not None}
-            )
-            tokens = torch.tensor([list(req.output_ids)], device=device)
-            one.advance(tokens, torch.tensor([tokens.shape[1]], device=device))
+        if not req.output_ids:
+            continue
+        one = Penalties(
+            **{
+                name: kind and type(kind)(*(t[row : row + 1] for t in vars(kind).values()))
+                for name, kind in vars(penalties).items()
+            }
+        )
+        tokens = torch.tensor([list(req.output_ids)], device=device)
+        one.advance(tokens, torch.tensor([tokens.shape[1]], device=device))
 
 
 def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
@@ -75,7 +82,7 @@ def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) 
     first.apply_vocab_mask(logits=logits, vocab_mask=first.move_vocab_mask(mask, logits.device))
 
 
-def _walk(grammar, tokens: list[int], mask: Tensor, row: int) -> None:
+def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int) -> None:
     """Fill mask rows for as long as the drafts are legal, then take the drafts back."""
     walked = 0
     while not grammar.is_terminated():

@@ -14,11 +14,19 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.core.block import block_positions, masked_block
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
+from sglang_dflash.runtime.window import WholeContext, WindowedContext
 
 
 class Drafter:
-    def __init__(self, runner: ModelRunner, slots: Slots, block_size: int, mask_token_id: int):
-        self._runner, self._slots = runner, slots
+    def __init__(
+        self,
+        runner: ModelRunner,
+        slots: Slots,
+        context: WholeContext | WindowedContext,
+        block_size: int,
+        mask_token_id: int,
+    ) -> None:
+        self._runner, self._slots, self._context = runner, slots, context
         self._block_size, self._mask_token_id = block_size, mask_token_id
 
     def propose(self, batch: ScheduleBatch, state: DFlashState) -> DFlashBlock:
@@ -30,14 +38,15 @@ class Drafter:
             slots=self._slots.of(batch, positions),
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+        seq_lens, seq_lens_cpu = self._context.lens(batch)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(batch.reqs),
             input_ids=masked.draft_token,
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            seq_lens_sum=int(batch.seq_lens_cpu.sum()),
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
             out_cache_loc=masked.slots.flatten(),
             positions=masked.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

@@ -50,7 +50,7 @@ class TargetDraw:
         if info.penalizer_orchestrator.is_required:
             penalties = penalties_of(info.penalizer_orchestrator)
             if block is None:
-                recount(penalties, batch.reqs)
+                recount(penalties, batch.reqs, batch.device)
             penalties.apply(by_row, block)
         if batch.has_grammar:
             mask_by_grammar(logits, batch, block)

@@ -20,11 +20,6 @@ def attach_after_prefill(
     sampler._attach_logprobs_to_output(
         output, logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, info, ids
     )
-    # SGLang leaves lists for requests without token_ids_logprob and dies converting them.
-    if output.next_token_token_ids_logprobs_val:
-        output.next_token_token_ids_logprobs_val = [
-            torch.as_tensor(value) for value in output.next_token_token_ids_logprobs_val
-        ]
 
 
 def append_committed(batch: ScheduleBatch, logits: Tensor, tokens: list[list[int]]) -> None:

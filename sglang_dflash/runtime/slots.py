@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -37,7 +38,7 @@ class Slots:
         assert fresh is not None, "decode started without the memory that check_decode_mem promised"
         device = self._table.device
 
-        def to_device(host: Ints) -> Tensor:
+        def to_device(host: Ints | NDArray[np.bool_]) -> Tensor:
             return torch.from_numpy(host).to(device, non_blocking=True)
 
         row = batch.req_pool_indices[to_device(np.array([row for row, *_ in wanted]))]

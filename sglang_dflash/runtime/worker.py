@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.server_args import (
     ServerArgs,
@@ -27,6 +28,7 @@ from sglang_dflash.runtime.logprobs import attach_after_prefill
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verifier
+from sglang_dflash.runtime.window import WholeContext, WindowedContext
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,15 @@ class DFlashWorker:
         self.model_runner = target_worker.model_runner
         self.model_config = target_worker.model_config
         self.device = target_worker.device
+        block_size = server_args.speculative_num_draft_tokens
+        rows, allocator = target_worker.get_memory_pool()
+        context: WholeContext | WindowedContext = WholeContext(rows)
+        if (window := server_args.speculative_draft_window_size) is not None:
+            context = WindowedContext(rows, window, block_size, server_args.page_size)
         self.draft_worker = _draft_worker(
             server_args,
             target_worker,
+            context.rows,
             gpu_id=gpu_id,
             tp_rank=tp_rank,
             dp_rank=dp_rank,
@@ -64,12 +72,9 @@ class DFlashWorker:
         )
         self.draft_model_runner = self.draft_worker.model_runner
         model = self.draft_model_runner.model
-        block_size = server_args.speculative_num_draft_tokens
-
-        rows, allocator = target_worker.get_memory_pool()
         self.slots = Slots(rows, allocator)
         self.drafter = Drafter(
-            self.draft_model_runner, self.slots, block_size, model.dflash.mask_token_id
+            self.draft_model_runner, self.slots, context, block_size, model.dflash.mask_token_id
         )
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
@@ -132,8 +137,10 @@ class DFlashWorker:
         return self.target_worker.update_weights_from_disk(recv_req)
 
 
-def _draft_worker(server_args: ServerArgs, target: TpModelWorker, **ranks) -> TpModelWorker:
-    """A TP worker of the draft on the target's rows and allocator, with graphs captured last.
+def _draft_worker(
+    server_args: ServerArgs, target: TpModelWorker, rows: ReqToTokenPool, **ranks: int | None
+) -> TpModelWorker:
+    """A TP worker of the draft on these rows and the target's allocator, graphs captured last.
 
     The draft's forward reads the target's embedding and LM head, which are bound only once both
     models exist; so its graphs are captured after that, not inside the constructor.
@@ -145,7 +152,7 @@ def _draft_worker(server_args: ServerArgs, target: TpModelWorker, **ranks) -> Tp
     args.speculative_draft_attention_backend = None
     args.prefill_attention_backend = args.decode_attention_backend = None
     args.context_length = target.model_runner.model_config.context_len
-    rows, allocator = target.get_memory_pool()
+    _, allocator = target.get_memory_pool()
     saved = get_global_server_args()
     try:
         worker = TpModelWorker(

@@ -21,9 +21,9 @@ NAMES = (
     "Vera Will Yara Zoe"
 ).split()
 ITEMS = "apples books coins cards shells stamps pens marbles stickers cookies eggs roses".split()
-BOXES = "boxes bags baskets jars trays".split()
+BOXES = ["boxes", "bags", "baskets", "jars", "trays"]
 CITIES = "Oslo Lima Rome Cairo Delhi Paris Quito Seoul Tokyo Accra Perth Dublin".split()
-COLOURS = "red blue green black white silver".split()
+COLOURS = ["red", "blue", "green", "black", "white", "silver"]
 SURNAMES = "Lopez Stone Berg Okoye Tanaka Weber Rossi Novak Silva Haddad Moore Lind".split()
 
 
@@ -218,7 +218,7 @@ def _person(rng: random.Random) -> tuple[dict[str, Any], str]:
 
 
 def _product(rng: random.Random) -> tuple[dict[str, Any], str]:
-    what = rng.choice("lamp chair table clock radio kettle".split())
+    what = rng.choice(["lamp", "chair", "table", "clock", "radio", "kettle"])
     colour, price, stock = rng.choice(COLOURS), rng.randint(5, 300), rng.randint(0, 90)
     sale = rng.random() < 0.5
     record = {"product": what, "colour": colour, "price": price, "stock": stock, "on_sale": sale}

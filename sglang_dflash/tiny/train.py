@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word 
 THETA = 1_000_000.0
 MAX_POSITIONS = 16_384
 
-TARGET = {
+TARGET: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -53,7 +54,7 @@ TARGET = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": IM_END,
 }
-DRAFT = {
+DRAFT: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
     "block_size": 16,
@@ -361,7 +362,10 @@ def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    with path.open("a") as file, tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar:
+    with (
+        path.open("a") as file,
+        tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar,
+    ):
         while done < count:
             kind = rng.choices(("word", "json", "code"), (0.6, 0.15, 0.25))[0]
             if kind == "code":  # continue from a random place
@@ -382,37 +386,55 @@ def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
             bar.update(batch)
 
 
-def train_draft(work: Path, steps: int, device: str, anchors: int = 24, batch: int = 48) -> None:
+@torch.no_grad()
+def _with_features(
+    target: Qwen3ForCausalLM, rows: list[dict[str, list[int]]], batch: int = 64
+) -> list[tuple[Tensor, Tensor, int]]:
+    """(ids [S], features [S, K*H] bfloat16, first answer position) of each row, made once."""
+    layers = [k + 1 for k in DRAFT["dflash_config"]["target_layer_ids"]]
+    rows = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["answer"]))
+    found = []
+    for start in tqdm(range(0, len(rows), batch), desc="features", mininterval=10):
+        here = rows[start : start + batch]
+        tokens = [torch.tensor(row["prompt"] + row["answer"]) for row in here]
+        ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(target.device)
+        states = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        features = torch.cat([states[k] for k in layers], dim=-1).to(torch.bfloat16)
+        found += [
+            (ids_row, feature[: len(ids_row)].clone(), len(row["prompt"]))
+            for ids_row, feature, row in zip(tokens, features, here, strict=True)
+        ]
+    return found
+
+
+def train_draft(work: Path, steps: int, device: str, anchors: int = 12, batch: int = 48) -> None:
     torch.manual_seed(1)
     target = _load_target(work, device)
+    head = target.lm_head.weight.float()
+    embed = torch.nn.Embedding.from_pretrained(head)
     draft = Draft(DRAFT).to(device)
     run = Run(draft, 3e-3, steps, work / "draft.pt")
     rows = [json.loads(line) for line in (work / "answers.jsonl").open()]
-    rows = [row for row in rows if len(row["answer"]) > 4]
-    layers = [k + 1 for k in DRAFT["dflash_config"]["target_layer_ids"]]
+    examples = _with_features(target, [row for row in rows if len(row["answer"]) > 4])
     n = DRAFT["block_size"]
     weight = torch.exp(-torch.arange(n - 1, device=device) / 7.0)
     order = random.Random(2 + run.done)
     for bar in _progress(run, "draft"):
-        rows_now = [rows[i] for i in order.sample(range(len(rows)), batch)]
-        sequences = [row["prompt"] + row["answer"] for row in rows_now]
-        length = max(map(len, sequences))
-        ids = torch.full((batch, length), END_OF_TEXT)
-        at = torch.zeros((batch, anchors), dtype=torch.long)
-        for i, row in enumerate(rows_now):
-            ids[i, : len(sequences[i])] = torch.tensor(sequences[i])
-            first, last = len(row["prompt"]) - 1, len(sequences[i]) - 2
-            at[i] = torch.tensor([order.randint(first + 1, last) for _ in range(anchors)])
-        sizes = torch.tensor([len(s) for s in sequences], device=device)
-        ids, at = ids.to(device), at.to(device)
-        with torch.no_grad():
-            states = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
-            features = torch.cat([states[k] for k in layers], dim=-1)
+        here = order.sample(examples, batch)
+        sizes = torch.tensor([len(ids) for ids, *_ in here], device=device)
+        ids = torch.nn.utils.rnn.pad_sequence([i for i, *_ in here], batch_first=True).to(device)
+        features = torch.nn.utils.rnn.pad_sequence([f for _, f, _ in here], batch_first=True)
+        at = torch.tensor(
+            [[order.randint(first, len(i) - 2) for _ in range(anchors)] for i, _, first in here],
+            device=device,
+        )
         with torch.autocast(device, dtype=torch.bfloat16):
-            hidden = draft(features, ids, at, target.model.embed_tokens)[:, :, 1:]
-            logits = F.linear(hidden, target.lm_head.weight)
+            hidden = draft(features.to(device), ids, at, embed)[:, :, 1:]
+            logits = F.linear(hidden, head)
         where = at[:, :, None] + torch.arange(1, n, device=device)
-        labels = ids[:, None, :].expand(-1, anchors, -1).gather(2, where.clamp(max=length - 1))
+        labels = (
+            ids[:, None, :].expand(-1, anchors, -1).gather(2, where.clamp(max=ids.shape[1] - 1))
+        )
         valid = (where < sizes[:, None, None]).float() * weight
         loss = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
         run.step((loss * valid.flatten()).sum() / valid.sum())
@@ -509,7 +531,7 @@ def main() -> None:
         default="all",
     )
     parser.add_argument("--target-steps", type=int, default=1250)
-    parser.add_argument("--answers", type=int, default=20_000)
+    parser.add_argument("--answers", type=int, default=10_000)
     parser.add_argument("--draft-steps", type=int, default=1000)
     parser.add_argument("--evaluate", type=int, default=96, help="held-out prompts of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, problems
 from sglang_dflash.checkpoint.zlab import default_target_layer_ids
 from sglang_dflash.errors import Refusal
+from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config
 
 
 def write(folder: Path, config: Any) -> Path:
@@ -71,7 +71,7 @@ def test_default_layer_ids():
     ],
 )
 def test_bad_fields_are_named(tmp_path, change, words):
-    with pytest.raises(Refusal, match="config.json") as caught:
+    with pytest.raises(Refusal, match=r"config\.json") as caught:
         load_config(write(tmp_path, draft_config(**change)))
     assert words in str(caught.value)
 

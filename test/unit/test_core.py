@@ -71,9 +71,14 @@ def test_grow(page, lengths):
         slot = last + offset if in_tail else fresh[index]
         assert slot % page == position % page
         assert used.setdefault(slot // page, request) == request
-    expected = [(i, p) for i, (h, w) in enumerate(zip(have, want, strict=True)) for p in range(h, w)]
+    expected = [
+        (i, p) for i, (h, w) in enumerate(zip(have, want, strict=True)) for p in range(h, w)
+    ]
     assert list(zip(growth.request, growth.position, strict=True)) == expected
-    pages = [ceil_align(w, page) // page - ceil_align(h, page) // page for h, w in zip(have, want, strict=True)]
+    pages = [
+        ceil_align(w, page) // page - ceil_align(h, page) // page
+        for h, w in zip(have, want, strict=True)
+    ]
     assert growth.num_pages == sum(pages)
 
 

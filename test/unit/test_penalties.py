@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.core.penalties import Penalties
+from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 
 VOCAB = 7
 
@@ -17,15 +17,14 @@ def state(frequency, presence, repetition, min_length, stop):
     bias = torch.zeros(1, VOCAB)
     bias[0, stop] = float("-inf")
     return Penalties(
-        frequency=torch.zeros(1, VOCAB),
-        frequency_step=torch.tensor([[frequency]]),
-        presence=torch.zeros(1, VOCAB),
-        presence_step=torch.tensor([[presence]]),
-        repetition=torch.ones(1, VOCAB),
-        repetition_step=torch.tensor([[repetition]]),
-        length=torch.zeros(1, 1, dtype=torch.int32),
-        min_length=torch.tensor([[min_length]], dtype=torch.int32),
-        stop_bias=bias,
+        frequency=Penalty(torch.zeros(1, VOCAB), torch.tensor([[frequency]])),
+        presence=Penalty(torch.zeros(1, VOCAB), torch.tensor([[presence]])),
+        repetition=Penalty(torch.ones(1, VOCAB), torch.tensor([[repetition]])),
+        min_length=MinLength(
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([[min_length]], dtype=torch.int32),
+            bias,
+        ),
     )
 
 
@@ -73,7 +72,9 @@ def test_block_equals_single_tokens(output, block, parameters, seed):
         after.advance(torch.tensor([block]), torch.tensor([taken]))
         once = logits[:, :1].clone()
         after.apply(once, None)
-        torch.testing.assert_close(once[0, 0], slow(logits[0, 0], output + block[:taken], *parameters))
+        torch.testing.assert_close(
+            once[0, 0], slow(logits[0, 0], output + block[:taken], *parameters)
+        )
 
 
 def test_nothing_asked_changes_nothing():

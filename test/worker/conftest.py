@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from test.checkpoints import VOCAB
 from test.forced import Forced
 from test.inprocess import InProcess

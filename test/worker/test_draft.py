@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
+
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
 from test.forced import Recorder
 from test.inprocess import InProcess
 from test.reference import draft_block, features
 from test.worker.conftest import force, prompt
-from transformers import Qwen3ForCausalLM
 
 
 def record(engine: InProcess) -> Recorder:
@@ -63,7 +64,10 @@ def test_features_are_hidden_states(target, draft, model):
     with InProcess(target, draft) as engine:
         captured = []
         write = engine.worker.context_kv.write
-        engine.worker.context_kv.write = lambda h, p, s: (captured.append(h.clone()), write(h, p, s))
+        engine.worker.context_kv.write = lambda h, p, s: (
+            captured.append(h.clone()),
+            write(h, p, s),
+        )
         engine.generate(ids, max_new_tokens=1)
     layers = draft_config()["dflash_config"]["target_layer_ids"]
     torch.testing.assert_close(captured[0], features(model, ids, layers), atol=1e-4, rtol=0)
@@ -218,3 +222,23 @@ def test_generated_mask_token_survives(target, draft, alone):
         forced.truth[req.rid] = expected["ids"]
         engine.run(req)
         assert list(req.output_ids) == expected["ids"]
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_draft_window(target, draft, model, page):
+    """--speculative-draft-window-size: the draft sees the last tokens only, the output is exact."""
+    config = draft_config()
+    weights = draft_weights(config)
+    ids, window = prompt(19, 50), 16
+    with InProcess(target, draft, page_size=page, speculative_draft_window_size=window) as engine:
+        steps = trace(engine, ids, 30)
+    with InProcess(target, disable_radix_cache=True) as engine:
+        expected = engine.generate(ids, max_new_tokens=30, ignore_eos=True)
+    for output, block in steps:
+        assert output == expected[: len(output)]
+        whole = ids + output
+        first = max(0, len(whole) - 1 - window) // page * page
+        assert block[1:] == draft_block(model, config, weights, whole, first=first)
+    assert any(
+        block[1:] != draft_block(model, config, weights, ids + output) for output, block in steps
+    )

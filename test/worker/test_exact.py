@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from test.checkpoints import word
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
@@ -15,7 +16,10 @@ LONG = {"max_new_tokens": 60, "ignore_eos": True}
 def requests(count: int, longest: int = 70) -> list[tuple[list[int], dict]]:
     rng = random.Random(7)
     return [
-        (prompt(i, rng.randint(1, longest)), {"max_new_tokens": rng.randint(1, 60), "ignore_eos": True})
+        (
+            prompt(i, rng.randint(1, longest)),
+            {"max_new_tokens": rng.randint(1, 60), "ignore_eos": True},
+        )
         for i in range(count)
     ]
 
@@ -41,7 +45,11 @@ def test_equals_target(target, draft, alone, flags, accepting):
     rng = random.Random(3)
     with InProcess(target, draft, **flags) as engine:
         block = engine.server_args.speculative_num_draft_tokens
-        counts = {"none": lambda _: 0, "all": lambda _: block, "random": lambda _: rng.randint(0, block)}
+        counts = {
+            "none": lambda _: 0,
+            "all": lambda _: block,
+            "random": lambda _: rng.randint(0, block),
+        }
         forced = force(engine, counts[accepting])
         free = engine.allocator.available_size()
         reqs = []
@@ -53,7 +61,10 @@ def test_equals_target(target, draft, alone, flags, accepting):
             batch = engine.scheduler.running_batch
             if not batch.is_empty():
                 running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
-                lens = [len(batch.reqs[i].origin_input_ids + batch.reqs[i].output_ids) - 1 for i in running]
+                lens = [
+                    len(batch.reqs[i].origin_input_ids + batch.reqs[i].output_ids) - 1
+                    for i in running
+                ]
                 assert batch.seq_lens[running].tolist() == lens
                 assert batch.orig_seq_lens[running].tolist() == lens
                 assert batch.seq_lens_cpu[running].tolist() == lens
@@ -92,7 +103,12 @@ def finish(target, draft, alone):
     expected = alone([(PROMPT, options) for options in cases.values()])
     with InProcess(target, draft) as engine:
         forced = force(engine, lambda _: 7)
-        yield engine, forced, full["ids"], dict(zip(cases, zip(cases.values(), expected, strict=True), strict=True))
+        yield (
+            engine,
+            forced,
+            full["ids"],
+            dict(zip(cases, zip(cases.values(), expected, strict=True), strict=True)),
+        )
 
 
 @pytest.mark.parametrize("offset", range(9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
 
@@ -40,7 +41,8 @@ def test_filter_and_retract_in_one_step(target, draft, alone):
     """A7: requests 0 and 2 of 4 finish while one is retracted; the rest keep their own state."""
     lengths = [9, 60, 9, 60]
     asked = [
-        (prompt(30 + i, 20), {"max_new_tokens": n, "ignore_eos": True}) for i, n in enumerate(lengths)
+        (prompt(30 + i, 20), {"max_new_tokens": n, "ignore_eos": True})
+        for i, n in enumerate(lengths)
     ]
     expected = alone(asked)
     with InProcess(target, draft) as engine:
@@ -136,7 +138,10 @@ def test_counters_of_a_forced_pattern(target, draft, alone):
     with InProcess(target, draft) as engine:
         forced = force(engine, lambda req: pattern[req.spec_verify_ct])
         [req] = forced_requests(
-            engine, forced, [(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})], [expected]
+            engine,
+            forced,
+            [(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})],
+            [expected],
         )
         engine.run(req)
         assert list(req.output_ids) == expected["ids"]
@@ -164,7 +169,9 @@ def test_scheduler_tensors_are_not_changed_in_place(target, draft):
         engine.step()
         engine.step()
         batch = engine.scheduler.running_batch
-        held = {name: getattr(batch, name) for name in ("seq_lens", "seq_lens_cpu", "orig_seq_lens")}
+        held = {
+            name: getattr(batch, name) for name in ("seq_lens", "seq_lens_cpu", "orig_seq_lens")
+        }
         copies = {name: tensor.clone() for name, tensor in held.items()}
         mode, info = batch.forward_mode, batch.sampling_info
         engine.step()

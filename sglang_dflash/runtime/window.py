@@ -1,0 +1,52 @@
+"""What the draft sees of the context: all, or the last --speculative-draft-window-size tokens."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from torch import Tensor
+
+from sglang_dflash.core.slots import ceil_align
+
+
+class WholeContext:
+    """The draft reads the target's own rows."""
+
+    def __init__(self, rows: ReqToTokenPool) -> None:
+        self.rows = rows
+
+    def lens(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor]:
+        """Context lengths of the draft's forward on device and host, [B] int64 each."""
+        return batch.seq_lens, batch.seq_lens_cpu
+
+
+class WindowedContext:
+    """The draft reads rows of its own: the last `window` slots of the context, then the block's.
+
+    Slots and RoPE positions stay the target's; only which of them a row lists differs. A row begins
+    at a page boundary, as paged attention wants, so up to a page less one token more is seen.
+    """
+
+    def __init__(
+        self, target: ReqToTokenPool, window: int, block_size: int, page_size: int
+    ) -> None:
+        width = ceil_align(window + page_size, page_size) + block_size
+        self.rows = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
+        self._target, self._window = target, window
+        self._page_size, self._block_size = page_size, block_size
+
+    def _start(self, seq_lens: Tensor) -> Tensor:
+        first = (seq_lens - self._window).clamp(min=0)
+        return first // self._page_size * self._page_size
+
+    def lens(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor]:
+        """Fill the rows of this batch; then as `WholeContext.lens`."""
+        start = self._start(batch.seq_lens)
+        table = self._target.req_to_token
+        width = min(self.rows.req_to_token.shape[1], table.shape[1])
+        columns = start[:, None] + torch.arange(width, device=start.device)
+        columns.clamp_(max=table.shape[1] - 1)  # behind the block: never read
+        rows = batch.req_pool_indices
+        self.rows.req_to_token[rows, :width] = table[rows[:, None], columns]
+        return batch.seq_lens - start, batch.seq_lens_cpu - self._start(batch.seq_lens_cpu)
