@@ -7,6 +7,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class LayerAttention:
+    """What a block position of one draft layer may see."""
+
+    causal: bool = False  # in the block: itself and what is before it, else the whole block
+    window: int | None = None  # tokens of a sliding window, None: all of the context
+    anchored: bool = False  # the window counts back from the anchor for the whole block (it ends
+    # at the anchor, exclusive), else from each position for itself (and includes it)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one draft layer."""
+
+    theta: float
+    scaling: dict[str, Any] | None = None  # Transformers' rope_parameters without rope_theta
+
+
+@dataclass(frozen=True)
 class DFlashConfig:
     """A DFlash draft as the worker sees it.
 
@@ -16,7 +34,8 @@ class DFlashConfig:
 
     path: str
     format: str  # adapter that read it, as in `checkpoint.FORMATS`
-    block_size: int  # N the draft was trained with, anchor included
+    block_size: int  # tokens that the draft reads at once in training, anchor included
+    sample_from_anchor: bool  # position j predicts token j + 1, the anchor's position too
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # ascending
     num_target_layers: int | None  # None: the checkpoint does not say
@@ -28,20 +47,35 @@ class DFlashConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
+    vocab_size: int  # of the target
     rms_norm_eps: float
     attention_bias: bool
     max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None  # as Transformers' rope_parameters without rope_theta
+    attention: tuple[LayerAttention, ...]  # a layer each
+    rope: tuple[Rope, ...]  # a layer each
+
+    embedding_scale: float = 1.0  # of block token embeddings
+    own_embedding: bool = False  # the checkpoint brings embed_tokens, else the target's serves
+    draft_vocab_size: int | None = None  # rows of the checkpoint's own lm_head, None: the target's
+    vocabulary_map: bool = False  # the checkpoint brings d2t
+    mask_embedding: bool = False  # mask_embedding.pt lies beside the config
+    quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
+
+    @property
+    def verify_width(self) -> int:
+        """Tokens of a whole block as the target verifies it, anchor included."""
+        return self.block_size + self.sample_from_anchor
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of draft KV that a token takes over all ranks, at `itemsize` bytes a value."""
         return 2 * itemsize * self.num_layers * self.num_kv_heads * self.head_dim
 
     def hf_config(self) -> dict[str, Any]:
-        """Keyword arguments of a `Qwen3Config` that describes the draft to SGLang."""
-        return {
+        """Keyword arguments of a `Qwen3Config` that describes the draft to SGLang.
+
+        SGLang sizes pools and picks quantisation by it; the model is built from this class.
+        """
+        described = {
             "architectures": ["DFlashDraftModel"],
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -53,9 +87,9 @@ class DFlashConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "attention_bias": self.attention_bias,
             "max_position_embeddings": self.max_position_embeddings,
-            "rope_parameters": {
-                "rope_theta": self.rope_theta,
-                **(self.rope_scaling or {"rope_type": "default"}),
-            },
+            "rope_parameters": {"rope_theta": self.rope[0].theta, "rope_type": "default"},
             "dtype": "bfloat16",
         }
+        if self.quantization is not None:
+            described["quantization_config"] = self.quantization
+        return described

@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.core.slots import ceil_align, reserved_end
 from sglang_dflash.errors import Refusal
+from sglang_dflash.model.vocabulary import logits_processor
 
 
 def validate_request(req: Any) -> str | None:
@@ -27,7 +28,7 @@ def validate_request(req: Any) -> str | None:
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND: the Transformers config of a DFlash draft comes from our own reading of it."""
     try:
-        config = rules._load(model, kwargs.get("revision"))
+        config, _ = rules.load_draft(model, kwargs.get("revision"))
     except Refusal:
         return original(model, *args, **kwargs)
     hf_config = Qwen3Config(**config.hf_config())
@@ -66,11 +67,11 @@ def capture_layers(original: Any, runner: Any) -> None:
     last = runner.model_config.hf_text_config.num_hidden_layers - 1
     ids = runner.dflash_target_layer_ids
     if ids[-1] == last or runner.server_args.enable_return_hidden_states:
-        language = getattr(runner.model, "language_model", runner.model)
-        processor = getattr(runner.model, "logits_processor", None) or language.logits_processor
-        processor.dflash_append_final = True
+        logits_processor(runner.model).dflash_append_final = True
     if captured := [i for i in ids if i < last]:
-        runner.model.set_dflash_layers_to_capture(captured)
+        capture = getattr(runner.model, "set_dflash_layers_to_capture", None)
+        # EAGLE3's hook counts layers the same way in every class of this SGLang that has one.
+        (capture or runner.model.set_eagle3_layers_to_capture)(captured)
     return None
 
 

@@ -26,6 +26,12 @@ class Hook(NamedTuple):
 
 DFLASH_HOOKS = (
     Hook(
+        "server_args.ServerArgs.__post_init__",
+        "BEFORE",
+        "server_args:adopt_speculators",
+        "a speculators checkpoint given as --model-path names its target inside",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",
@@ -223,6 +229,9 @@ def _guard_dflash() -> None:
     def guarded_handle(server_args: Any) -> None:
         if (server_args.speculative_algorithm or "").upper() == "DFLASH":
             refuse_if_incomplete()
+            from sglang_dflash.server_args import draft_config
+
+            draft_config(server_args)  # before SGLang tries to read the draft in its own way
         handle(server_args)
 
     SpeculativeAlgorithm.create_worker = guarded_create

@@ -10,8 +10,10 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint import load_config
-from sglang_dflash.checkpoint.fit import Target, problems
+from sglang_dflash.checkpoint import load, speculators
+from sglang_dflash.checkpoint.detect import read_json
+from sglang_dflash.checkpoint.fit import Target, defects, misfits
+from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 
@@ -44,27 +46,57 @@ REFUSED_FLAGS: tuple[tuple[str, tuple, str], ...] = (
 
 
 @lru_cache(maxsize=8)
-def _load(path: str, revision: str | None) -> DFlashConfig:
+def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
+    """Configuration and headers of a draft, a folder here or on the model hub, read once."""
     if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/")):
-        return load_config(path)
+        return load(path)
     try:
         file = hf_hub_download(path, "config.json", revision=revision)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise Refusal(
             f"The draft {path!r} is neither a folder here nor to be had from the model hub: {error}"
         ) from None
-    return load_config(Path(file).parent)
+    return load(Path(file).parent)
 
 
-def draft_config(server_args: ServerArgs) -> DFlashConfig:
-    """The draft of these server arguments, read once; raises `Refusal`."""
+def _draft(server_args: ServerArgs) -> tuple[DFlashConfig, Tensors]:
     if server_args.speculative_draft_model_path is None:
         raise Refusal(
             "--speculative-algorithm DFLASH needs a draft: give --speculative-draft-model-path."
         )
-    return _load(
+    return load_draft(
         server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
     )
+
+
+def draft_config(server_args: ServerArgs) -> DFlashConfig:
+    """The draft of these server arguments; raises `Refusal`."""
+    return _draft(server_args)[0]
+
+
+def adopt_speculators(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs.__post_init__`: a speculators checkpoint as --model-path serves itself.
+
+    It names its target inside and is the draft; explicit flags win.
+    """
+    file = Path(server_args.model_path) / "config.json"
+    if not file.is_file() or server_args.speculative_algorithm not in (None, "DFLASH", "dflash"):
+        return
+    raw = read_json(file)
+    if not speculators.matches(raw):
+        return
+    verifier = speculators.verifier_of(raw)
+    if verifier is None:
+        raise Refusal(
+            f"{file} is a speculators draft that names no target: give the target as --model-path "
+            "and this folder as --speculative-draft-model-path."
+        )
+    server_args.speculative_algorithm = "DFLASH"
+    server_args.speculative_draft_model_path = (
+        server_args.speculative_draft_model_path or server_args.model_path
+    )
+    logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
+    server_args.model_path = verifier
 
 
 def handle_dflash(server_args: ServerArgs) -> None:
@@ -77,11 +109,12 @@ def handle_dflash(server_args: ServerArgs) -> None:
             )
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal("DFLASH drafts have no experts: leave --speculative-moe-runner-backend out.")
-    draft = draft_config(server_args)
+    draft, tensors = _draft(server_args)
     server_args.speculative_num_draft_tokens = _block_size(server_args, draft)
     server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
     server_args.speculative_draft_attention_backend = _draft_backend(server_args)
     _check_target(server_args, draft)
+    _check_draft(server_args, draft, tensors)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")
@@ -96,14 +129,15 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
         "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
         "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
     }
-    values = {value for value in given.values() if value is not None} or {draft.block_size}
+    longest = draft.verify_width
+    values = {value for value in given.values() if value is not None} or {longest}
     if len(values) > 1:
         raise Refusal(f"{' and '.join(given)} are aliases but differ: {sorted(values)}.")
     size = values.pop()
-    if not 2 <= size <= draft.block_size:
+    if not 2 <= size <= longest:
         raise Refusal(
-            f"A block of {size} does not work: this draft was trained with {draft.block_size}, so "
-            f"give 2 to {draft.block_size} (the anchor counts)."
+            f"A block of {size} does not work: this draft was trained with {longest}, so give 2 to "
+            f"{longest} (the anchor counts)."
         )
     window = server_args.speculative_draft_window_size
     if window is not None and window < size:
@@ -136,6 +170,48 @@ def _draft_backend(server_args: ServerArgs) -> str:
     return str(chosen)
 
 
+def _check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors) -> None:
+    width = server_args.speculative_num_draft_tokens - draft.sample_from_anchor
+    found = defects(draft, tensors, width)
+    if found:
+        raise Refusal(f"The draft {draft.path} cannot be served: " + " ".join(map(str, found)))
+    method = (draft.quantization or {}).get("quant_method")
+    if method is not None and server_args.device == "cpu":
+        raise Refusal(
+            f"The draft {draft.path} is quantised ({method}), which is not served on a CPU: use "
+            "its unquantised checkpoint."
+        )
+    asked = server_args.speculative_draft_model_quantization
+    if asked is not None and asked != method and asked != server_args.quantization:
+        raise Refusal(
+            f"--speculative-draft-model-quantization {asked} does not work: the draft is "
+            f"{method or 'unquantised'} and is served as it is."
+        )
+    server_args.speculative_draft_model_quantization = method
+    _check_windows(server_args, draft)
+
+
+def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    """Which backends compute the draft's sliding layers right (SGLang's code, read)."""
+    sliding = [view for view in draft.attention if view.window is not None]
+    if not sliding or server_args.device == "cpu":
+        return
+    backend = server_args.speculative_draft_attention_backend
+    if any(view.anchored for view in sliding):
+        raise Refusal(
+            f"The sliding windows of the draft {draft.path} count from the anchor, which no CUDA "
+            "backend of this SGLang does: use a z-lab draft of this target."
+        )
+    if backend != "triton":
+        raise Refusal(
+            f"The draft {draft.path} has sliding-window layers, which {backend} does not compute "
+            "right without causality: give --speculative-draft-attention-backend triton."
+        )
+
+
+RECURRENT = ("mamba", "linear_attention", "gdn", "recurrent")
+
+
 def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     model_config = server_args.get_model_config()
     text = model_config.hf_text_config
@@ -145,7 +221,7 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
-    found = problems(draft, target)
+    found = misfits(draft, target)
     if found:
         raise Refusal(
             f"The draft {draft.path} does not fit the target {target.path}: "
@@ -160,8 +236,16 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     cls, name = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
-    if not hasattr(cls, "set_dflash_layers_to_capture"):
+    layers = " ".join(map(str, getattr(text, "layer_types", None) or ()))
+    if any(word in layers or hasattr(text, f"{word}_d_state") for word in RECURRENT):
         raise Refusal(
-            f"The target class {name} does not hand out hidden states for DFLASH "
-            "(set_dflash_layers_to_capture): serve it without --speculative-algorithm DFLASH."
+            f"The target {server_args.model_path} keeps a recurrent state, whose right step this "
+            "release does not commit after a partial acceptance: serve it without "
+            "--speculative-algorithm DFLASH (SGLang's spec-v1 would need --disable-radix-cache)."
+        )
+    if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
+        raise Refusal(
+            f"The target class {name} hands out no hidden states (it has neither "
+            "set_dflash_layers_to_capture nor set_eagle3_layers_to_capture): serve it without "
+            "--speculative-algorithm DFLASH."
         )

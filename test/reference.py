@@ -1,92 +1,161 @@
-"""A DFlash draft in plain PyTorch, written from the paper and the z-lab format alone.
+"""A DFlash draft in plain PyTorch, written from the paper and the formats' own code alone.
 
 No KV cache: every call recomputes the whole context from the target's hidden states.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+
+@dataclass
+class Semantics:
+    """How a checkpoint is to be read; the tests fill it in, not our adapters."""
+
+    hidden_state_ids: list[int]  # indices into Transformers' hidden_states
+    block_size: int
+    mask_token_id: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float = 1e-6
+    rope: list[dict[str, Any]] = field(default_factory=list)  # rope_parameters of each layer
+    max_positions: int = 512
+    # (convention, window) of each layer: "full", "zlab" or "speculators"; causal in the block
+    layers: list[tuple[str, int | None, bool]] = field(default_factory=list)
+    sample_from_anchor: bool = False
+    embedding_scale: float = 1.0
+    mask_embedding: Tensor | None = None
+
+    @classmethod
+    def of_zlab(cls, config: dict[str, Any], **changes: Any) -> Semantics:
+        """A plain z-lab config, without windows or other extras."""
+        method, layers = config["dflash_config"], config["num_hidden_layers"]
+        values: dict[str, Any] = {
+            "hidden_state_ids": [k + 1 for k in method["target_layer_ids"]],
+            "block_size": config["block_size"],
+            "mask_token_id": method["mask_token_id"],
+            "heads": config["num_attention_heads"],
+            "kv_heads": config["num_key_value_heads"],
+            "head_dim": config["head_dim"],
+            "rope": [{"rope_type": "default", "rope_theta": config["rope_theta"]}] * layers,
+            "layers": [("full", None, False)] * layers,
+        }
+        return cls(**values | changes)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x: [n, heads, D]."""
-    dim = x.shape[-1]
-    inverse = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
-    angle = positions.float()[:, None] * inverse  # [n, D/2]
-    cos = torch.cat([angle.cos(), angle.cos()], -1)[:, None]
-    sin = torch.cat([angle.sin(), angle.sin()], -1)[:, None]
-    half = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
-    return x * cos + half * sin
+def _rope(x: Tensor, positions: Tensor, semantics: Semantics, layer: int) -> Tensor:
+    """Rotate by Transformers' own tables. x: [n, heads, D]."""
+    config = Qwen3Config(
+        head_dim=semantics.head_dim,
+        hidden_size=semantics.heads * semantics.head_dim,
+        num_attention_heads=semantics.heads,
+        max_position_embeddings=semantics.max_positions,
+        rope_parameters=dict(semantics.rope[layer]),
+    )
+    cos, sin = Qwen3RotaryEmbedding(config)(x, positions[None])
+    cos, sin, half = cos[0][:, None], sin[0][:, None], x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def _seen(semantics: Semantics, layer: int, context: Tensor, block: Tensor) -> Tensor:
+    """[n, context + n] bool: which keys each block position may see."""
+    kind, window, causal = semantics.layers[layer]
+    keys, query = torch.cat([context, block]), block[:, None]
+    in_block = torch.arange(len(keys)) >= len(context)
+    seen = torch.ones(len(block), len(keys), dtype=torch.bool)
+    if causal:
+        seen &= keys <= query
+    if kind == "zlab":
+        assert window is not None
+        seen &= (query - keys < window) & (keys - query < window)
+    if kind == "speculators":
+        assert window is not None
+        seen &= in_block | (keys >= block[0] - window)
+    return seen
 
 
 @torch.no_grad()
-def features(target: PreTrainedModel, ids: list[int], layer_ids: list[int]) -> Tensor:
-    """Hidden states after these layers, concatenated: [n, K * H]."""
+def features(target: PreTrainedModel, ids: list[int], hidden_state_ids: list[int]) -> Tensor:
+    """These of Transformers' hidden states, concatenated: [n, K * H]."""
     states = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([states[k + 1][0] for k in layer_ids], dim=-1)
+    return torch.cat([states[k][0] for k in hidden_state_ids], dim=-1)
 
 
 @torch.no_grad()
 def draft_block(
     target: PreTrainedModel,
-    config: dict[str, Any],
+    semantics: Semantics,
     weights: dict[str, Tensor],
     ids: list[int],
-    block_size: int | None = None,
+    width: int | None = None,
     first: int = 0,
 ) -> list[int]:
-    """Drafts behind `ids`, whose last token is the anchor: block_size - 1 token ids.
+    """Drafts behind `ids`, whose last token is the anchor, reading `width` positions.
 
     Context tokens before position `first` are not seen.
     """
-    n = block_size or config["block_size"]
-    eps, theta, dim = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    n, s = width or semantics.block_size, semantics
     context, anchor = ids[:-1], ids[-1]
-    embedding = target.get_input_embeddings().weight.float()
-    f = features(target, context, config["dflash_config"]["target_layer_ids"])
-    c = _norm(f @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)[first:]
-    mask = config["dflash_config"]["mask_token_id"]
-    x = embedding[torch.tensor([anchor] + [mask] * (n - 1))]
+    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
+    head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float())
+    f = features(target, context, s.hidden_state_ids)
+    c = _norm(f @ weights["fc.weight"].T, weights["hidden_norm.weight"], s.eps)[first:]
+    x = embedding[torch.tensor([anchor] + [s.mask_token_id] * (n - 1))] * s.embedding_scale
+    if s.mask_embedding is not None:
+        x = torch.cat([x[:1], s.mask_embedding.expand(n - 1, -1)])
     context_at = torch.arange(first, len(context))
     block_at = torch.arange(n) + len(context)
-    for i in range(config["num_hidden_layers"]):
-        w = {
-            k.removeprefix(f"layers.{i}."): v
-            for k, v in weights.items()
-            if k.startswith(f"layers.{i}.")
-        }
+    for i in range(len(s.layers)):
+        x = _layer(s, weights, i, x, c, context_at, block_at)
+    x = _norm(x, weights["norm.weight"], s.eps)[0 if s.sample_from_anchor else 1 :]
+    drafts = (x @ head.T).argmax(-1)
+    if "d2t" in weights:
+        drafts = drafts + weights["d2t"][drafts]
+    return drafts.tolist()
 
-        def project(source: Tensor, name: str, count: int, w: dict[str, Tensor] = w) -> Tensor:
-            out = source @ w[f"self_attn.{name}_proj.weight"].T
-            if f"self_attn.{name}_proj.bias" in w:
-                out = out + w[f"self_attn.{name}_proj.bias"]
-            return out.view(-1, count, dim)
 
-        h = _norm(x, w["input_layernorm.weight"], eps)
-        q = _rope(_norm(project(h, "q", heads), w["self_attn.q_norm.weight"], eps), block_at, theta)
-        source, at = torch.cat([c, h]), torch.cat([context_at, block_at])
-        k = _rope(
-            _norm(project(source, "k", kv_heads), w["self_attn.k_norm.weight"], eps), at, theta
-        )
-        v = project(source, "v", kv_heads)
-        out = torch.empty(n, heads, dim)
-        for head in range(heads):
-            kv = head // (heads // kv_heads)
-            score = (q[:, head] @ k[:, kv].T) * dim**-0.5
-            out[:, head] = score.softmax(-1) @ v[:, kv]
-        o = out.flatten(1) @ w["self_attn.o_proj.weight"].T
-        x = x + o + w.get("self_attn.o_proj.bias", 0)
-        h = _norm(x, w["post_attention_layernorm.weight"], eps)
-        gate = torch.nn.functional.silu(h @ w["mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
-    x = _norm(x, weights["norm.weight"], eps)[1:]
-    return (x @ target.get_output_embeddings().weight.float().T).argmax(-1).tolist()
+def _layer(
+    s: Semantics,
+    weights: dict[str, Tensor],
+    i: int,
+    x: Tensor,
+    c: Tensor,
+    context_at: Tensor,
+    block_at: Tensor,
+) -> Tensor:
+    prefix = f"layers.{i}."
+    w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+    def project(source: Tensor, name: str, count: int) -> Tensor:
+        out = source @ w[f"self_attn.{name}_proj.weight"].T
+        out = out + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
+        return out.view(-1, count, s.head_dim)
+
+    h = _norm(x, w["input_layernorm.weight"], s.eps)
+    q = _norm(project(h, "q", s.heads), w["self_attn.q_norm.weight"], s.eps)
+    source, at = torch.cat([c, h]), torch.cat([context_at, block_at])
+    k = _norm(project(source, "k", s.kv_heads), w["self_attn.k_norm.weight"], s.eps)
+    v = project(source, "v", s.kv_heads)
+    q, k = _rope(q, block_at, s, i), _rope(k, at, s, i)
+    seen = _seen(s, i, context_at, block_at)
+    out = torch.empty(len(x), s.heads, s.head_dim)
+    for head in range(s.heads):
+        kv = head // (s.heads // s.kv_heads)
+        score = (q[:, head] @ k[:, kv].T) * s.head_dim**-0.5
+        out[:, head] = score.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, kv]
+    o = out.flatten(1) @ w["self_attn.o_proj.weight"].T
+    x = x + o + w.get("self_attn.o_proj.bias", torch.zeros(()))
+    h = _norm(x, w["post_attention_layernorm.weight"], s.eps)
+    gate = torch.nn.functional.silu(h @ w["mlp.gate_proj.weight"].T)
+    return x + (gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T

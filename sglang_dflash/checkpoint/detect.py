@@ -7,11 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.checkpoint import zlab
+from sglang_dflash.checkpoint import speculators, zlab
+from sglang_dflash.checkpoint.others import other_method
+from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 
-FORMATS: dict[str, ModuleType] = {"zlab": zlab}  # first match wins
+FORMATS: dict[str, ModuleType] = {"speculators": speculators, "zlab": zlab}  # first match wins
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -27,21 +29,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_config(path: str | Path) -> DFlashConfig:
-    """Read the draft's configuration from a local checkpoint folder; raises `Refusal`."""
+def load(path: str | Path) -> tuple[DFlashConfig, Tensors]:
+    """Read a local checkpoint folder, configs and headers only; raises `Refusal`."""
     folder = Path(path)
     if not folder.is_dir():
         raise Refusal(f"The draft {folder} is not a folder: give the path of a DFlash checkpoint.")
     raw = read_json(folder / "config.json")
+    if other := other_method(raw):
+        raise Refusal(f"{folder / 'config.json'}: {other}")
     for name, adapter in FORMATS.items():
         if adapter.matches(raw):
-            config: DFlashConfig = adapter.read(raw, str(folder), name)
-            return config
+            tensors = read_headers(folder, adapter.rename)
+            return adapter.read(raw, str(folder), name, tensors), tensors
     raise Refusal(
         f"{folder / 'config.json'} is no DFlash draft: architectures "
         f"{raw.get('architectures')}, model_type {raw.get('model_type')!r}. Known formats: "
         f"{', '.join(FORMATS)}."
     )
+
+
+def load_config(path: str | Path) -> DFlashConfig:
+    """The draft's configuration from a local checkpoint folder; raises `Refusal`."""
+    return load(path)[0]
 
 
 def rename_weights(config: DFlashConfig, name: str) -> str:

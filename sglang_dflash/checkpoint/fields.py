@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dflash.config import Rope
 from sglang_dflash.errors import Refusal
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Fields:
@@ -45,6 +48,22 @@ class Fields:
             raise self.refuse(f"has no {key}")
         return value
 
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(f"has {key} = {value!r}, which must be true or false")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.refuse(f"has {key} = {value!r}, which must be a number")
+        return float(value)
+
     def optional_ints(self, key: str) -> list[int] | None:
         """Strictly ascending non-negative ids."""
         value: list[int] | None = self.raw.get(key)
@@ -57,15 +76,45 @@ class Fields:
             )
         return value
 
-    def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling) from flat `rope_theta` and `rope_scaling`, or from `rope_parameters`."""
+    def layer_types(self, num_layers: int) -> list[str]:
+        """`layer_types`, full attention where absent."""
+        value = self.raw.get("layer_types")
+        if value is None:
+            return [LAYER_TYPES[0]] * num_layers
+        if not isinstance(value, list) or len(value) != num_layers:
+            raise self.refuse(f"has layer_types = {value!r}, which must name {num_layers} layers")
+        if strange := sorted({str(v) for v in value if v not in LAYER_TYPES}):
+            raise self.refuse(f"has layer_types {strange}; served are {', '.join(LAYER_TYPES)}")
+        return value
+
+    def rope(self, layer_types: list[str]) -> tuple[Rope, ...]:
+        """RoPE of each layer.
+
+        Flat `rope_theta` and `rope_scaling`, or `rope_parameters` of Transformers 5, for all layers
+        or by layer type.
+        """
         parameters = self.raw.get("rope_parameters")
-        scaling = dict(parameters if parameters is not None else self.raw.get("rope_scaling") or {})
+        if isinstance(parameters, dict) and set(parameters) & set(LAYER_TYPES):
+            if missing := set(layer_types) - set(parameters):
+                raise self.refuse(f"has no rope_parameters for {', '.join(sorted(missing))}")
+            return tuple(self._one_rope(parameters[kind]) for kind in layer_types)
+        if parameters is None:
+            parameters = self.raw.get("rope_scaling")
+        return tuple(self._one_rope(parameters) for _ in layer_types)
+
+    def _one_rope(self, parameters: Any) -> Rope:
+        if parameters is not None and not isinstance(parameters, dict):
+            raise self.refuse(f"has RoPE parameters {parameters!r}, which must be an object")
+        scaling = dict(parameters or {})
         theta = scaling.pop("rope_theta", self.raw.get("rope_theta"))
-        if not isinstance(theta, int | float):
+        if not isinstance(theta, int | float) or theta <= 0:
             raise self.refuse("has no rope_theta, neither flat nor in rope_parameters")
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
-        if scaling.get("rope_type", "default") == "default":
-            return float(theta), None
-        return float(theta), scaling
+        kind = scaling.get("rope_type", "default")
+        if kind == "default":
+            return Rope(float(theta))
+        if kind == "yarn" and "original_max_position_embeddings" not in scaling:
+            # Transformers' rule: the factor counts from the served length
+            scaling["original_max_position_embeddings"] = self.positive("max_position_embeddings")
+        return Rope(float(theta), scaling)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_dflash.checkpoint.tensors import Tensors, faults
 from sglang_dflash.config import DFlashConfig
 
 VOCABULARY_PADDING = 1024  # published vocabularies are padded by less than this
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the served length
+OTHER_DRAFT = "Use the draft that was trained for this target."
+FETCH_AGAIN = "Fetch the draft again, or correct its config.json."
 
 
 @dataclass(frozen=True)
@@ -28,57 +32,56 @@ class Problem:
         return f"{self.what} {self.fix}"
 
 
-def problems(draft: DFlashConfig, target: Target) -> list[Problem]:
+def misfits(draft: DFlashConfig, target: Target) -> list[Problem]:
     """Everything that keeps this draft from serving this target; empty if it fits."""
     found = []
-    other = "Use the draft that was trained for this target."
     if draft.target_hidden_size != target.hidden_size:
+        what = f"The draft reads target features of hidden size {draft.target_hidden_size}, the "
+        found.append(Problem(f"{what}target has {target.hidden_size}.", OTHER_DRAFT))
+    shares = not (draft.own_embedding and draft.draft_vocab_size is not None)
+    if shares and draft.hidden_size != target.hidden_size:
+        what = f"The draft's hidden size {draft.hidden_size} differs from the target's "
         found.append(
-            Problem(
-                f"The draft reads target features of hidden size {draft.target_hidden_size}, the "
-                f"target has {target.hidden_size}.",
-                other,
-            )
-        )
-    if draft.hidden_size != target.hidden_size:
-        found.append(
-            Problem(
-                f"The draft's hidden size {draft.hidden_size} differs from the target's "
-                f"{target.hidden_size}, whose embedding and LM head it uses.",
-                other,
-            )
+            Problem(f"{what}{target.hidden_size}, whose embedding or LM head it uses.", OTHER_DRAFT)
         )
     if draft.num_target_layers not in (None, target.num_layers):
-        found.append(
-            Problem(
-                f"The draft was trained on a target of {draft.num_target_layers} layers, the "
-                f"target has {target.num_layers}.",
-                other,
-            )
-        )
+        what = f"The draft was trained on a target of {draft.num_target_layers} layers, the target "
+        found.append(Problem(f"{what}has {target.num_layers}.", OTHER_DRAFT))
     beyond = [i for i in draft.target_layer_ids if i >= target.num_layers]
     if beyond:
-        found.append(
-            Problem(
-                f"target_layer_ids {beyond} lie beyond the target's layers "
-                f"0..{target.num_layers - 1}.",
-                other,
-            )
-        )
+        what = f"target_layer_ids {beyond} lie beyond the target's layers "
+        found.append(Problem(f"{what}0..{target.num_layers - 1}.", OTHER_DRAFT))
     if abs(draft.vocab_size - target.vocab_size) >= VOCABULARY_PADDING:
+        what = f"The draft's vocabulary has {draft.vocab_size} tokens, the target's "
+        found.append(Problem(f"{what}{target.vocab_size}.", OTHER_DRAFT))
+    if draft.mask_token_id >= min(draft.vocab_size, target.vocab_size):
+        what = f"mask_token_id {draft.mask_token_id} is not in the vocabulary of "
         found.append(
             Problem(
-                f"The draft's vocabulary has {draft.vocab_size} tokens, the target's "
-                f"{target.vocab_size}.",
-                other,
+                f"{what}{target.vocab_size}.", "Correct mask_token_id in the draft's config.json."
             )
         )
-    if draft.mask_token_id >= target.vocab_size:
-        found.append(
-            Problem(
-                f"mask_token_id {draft.mask_token_id} is not in the target's vocabulary of "
-                f"{target.vocab_size}.",
-                "Correct mask_token_id in the draft's config.json.",
-            )
-        )
+    return found
+
+
+def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Problem]:
+    """What is wrong with a draft that reads `draft_width` positions; empty if it can be served."""
+    found = []
+    if wrong := faults(draft, tensors):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        what = f"The weights do not fit the config: {'; '.join(wrong[:3])}{more}."
+        found.append(Problem(what, FETCH_AGAIN))
+    kinds = {(rope.scaling or {}).get("rope_type", "default") for rope in draft.rope}
+    if unknown := sorted(kinds - set(ROPE_TYPES)):
+        what = f"RoPE of type {', '.join(unknown)} is not served."
+        found.append(Problem(what, f"Served are {', '.join(ROPE_TYPES)}."))
+    if any((r.scaling or {}).get("partial_rotary_factor", 1.0) != 1.0 for r in draft.rope):
+        found.append(Problem("The draft rotates part of a head only.", "Use another draft."))
+    if draft.head_dim % 2 or draft.num_heads % draft.num_kv_heads:
+        what = f"{draft.num_heads} heads of {draft.head_dim} over {draft.num_kv_heads} KV heads"
+        found.append(Problem(f"{what} do not divide.", FETCH_AGAIN))
+    windows = [view.window for view in draft.attention if view.window is not None]
+    if windows and min(windows) < draft_width:
+        what = f"A block of {draft_width} does not fit the draft's window of {min(windows)}."
+        found.append(Problem(what, "Give a shorter --speculative-dflash-block-size."))
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.checkpoint.fields import Fields
-from sglang_dflash.config import DFlashConfig
+from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.config import DFlashConfig, LayerAttention
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -19,14 +20,17 @@ def default_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def read(raw: dict[str, Any], path: str, name: str) -> DFlashConfig:
+def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
     top = Fields(raw, f"{path}/config.json")
     method = top.section("dflash_config")
+
+    def either(key: str) -> Fields:
+        """The section that holds a field: `dflash_config`, else the top level."""
+        return method if method.raw.get(key) is not None else top
+
     num_layers = top.positive("num_hidden_layers")
-    num_target_layers = method.optional_positive("num_target_layers") or top.optional_positive(
-        "num_target_layers"
-    )
-    ids = method.optional_ints("target_layer_ids") or top.optional_ints("target_layer_ids")
+    num_target_layers = either("num_target_layers").optional_positive("num_target_layers")
+    ids = either("target_layer_ids").optional_ints("target_layer_ids")
     if ids is None:
         if num_target_layers is None:
             raise top.refuse(
@@ -34,19 +38,19 @@ def read(raw: dict[str, Any], path: str, name: str) -> DFlashConfig:
                 "the draft was trained on are unknown; add dflash_config.target_layer_ids"
             )
         ids = default_target_layer_ids(num_target_layers, num_layers)
-    mask = method.optional_int("mask_token_id")
-    mask = top.optional_int("mask_token_id") if mask is None else mask
+    mask = either("mask_token_id").optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id; add dflash_config.mask_token_id")
-    block_size = method.optional_positive("block_size") or top.optional_positive("block_size")
+    block_size = either("block_size").optional_positive("block_size")
     if block_size is None:
         raise top.refuse("has no block_size; add the block size that the draft was trained with")
     hidden_size, heads = top.positive("hidden_size"), top.positive("num_attention_heads")
-    theta, scaling = top.rope()
+    layer_types = top.layer_types(num_layers)
     return DFlashConfig(
         path=path,
         format=name,
         block_size=block_size,
+        sample_from_anchor=either("sample_from_anchor").boolean("sample_from_anchor", False),
         mask_token_id=mask,
         target_layer_ids=tuple(ids),
         num_target_layers=num_target_layers,
@@ -58,11 +62,35 @@ def read(raw: dict[str, Any], path: str, name: str) -> DFlashConfig:
         num_kv_heads=top.optional_positive("num_key_value_heads") or heads,
         head_dim=top.optional_positive("head_dim") or hidden_size // heads,
         vocab_size=top.positive("vocab_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        attention_bias=bool(raw.get("attention_bias", False)),
+        rms_norm_eps=top.number("rms_norm_eps", 1e-6),
+        attention_bias=top.boolean("attention_bias", False),
         max_position_embeddings=top.positive("max_position_embeddings"),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        attention=_attention(top, method, layer_types),
+        rope=top.rope(layer_types),
+        embedding_scale=either("input_embedding_scale").number("input_embedding_scale", 1.0),
+        own_embedding="embed_tokens.weight" in tensors,
+        draft_vocab_size=tensors.rows("lm_head.weight"),
+        mask_embedding=tensors.has_file("mask_embedding.pt"),
+        quantization=raw.get("quantization_config"),
+    )
+
+
+def _attention(top: Fields, method: Fields, layer_types: list[str]) -> tuple[LayerAttention, ...]:
+    """z-lab's reference: a sliding layer is causal unless `causal` says otherwise, and each of its
+    positions sees the last `sliding_window` tokens, itself included. `use_swa` makes all slide."""
+    section = method if method.raw.get("causal") is not None else top
+    causal = section.boolean("causal" if section is method else "is_causal", False)
+    stated = section.raw.get("causal" if section is method else "is_causal") is not None
+    if method.boolean("use_swa", False):
+        layer_types = ["sliding_attention"] * len(layer_types)
+    window = method.optional_positive("swa_window_size") or top.optional_positive("sliding_window")
+    if "sliding_attention" in layer_types and window is None:
+        raise top.refuse("has sliding_attention layers but no sliding_window")
+    return tuple(
+        LayerAttention(causal=causal if stated else True, window=window)
+        if kind == "sliding_attention"
+        else LayerAttention(causal=causal)
+        for kind in layer_types
     )
 
 

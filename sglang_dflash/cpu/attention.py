@@ -17,25 +17,50 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+@dataclass(frozen=True)
+class View:
+    """What the queries of a layer may see: the keys of a mask."""
+
+    causal: bool
+    left: int | None  # tokens before a query that it sees, None: all
+    anchored: int | None  # tokens before the first query that all see, None: not counted
+
+    @classmethod
+    def of(cls, layer: RadixAttention) -> View:
+        anchored = getattr(layer, "anchored", None)
+        window = layer.sliding_window_size
+        sliding = window is not None and window > -1 and anchored is None
+        return cls(
+            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            left=window if sliding else None,
+            anchored=anchored,
+        )
+
+
 @dataclass
 class Segment:
     """One request in a forward: q queries at the end of kv keys."""
 
     rows: slice  # of the flat queries
     slots: Tensor  # [kv] int64
-    masks: dict[int, Tensor] = field(default_factory=dict)  # by window, [q, kv] bool
+    masks: dict[View, Tensor | None] = field(default_factory=dict)  # [q, kv] bool, None: sees all
 
-    def mask(self, window: int) -> Tensor | None:
-        """Keys each query may see; None where all. window -1: no window (causal only)."""
+    def mask(self, view: View) -> Tensor | None:
+        if view not in self.masks:
+            self.masks[view] = self._mask(view)
+        return self.masks[view]
+
+    def _mask(self, view: View) -> Tensor | None:
         q, kv = self.rows.stop - self.rows.start, len(self.slots)
-        if q == 1 and window < 0:
+        if view.left is None and view.anchored is None and (q == 1 or not view.causal):
             return None
-        if window not in self.masks:
-            at = torch.arange(kv - q, kv)[:, None]
-            key = torch.arange(kv)
-            seen = key <= at
-            self.masks[window] = seen & (key >= at - window) if window >= 0 else seen
-        return self.masks[window]
+        at, key = torch.arange(kv - q, kv)[:, None], torch.arange(kv)
+        seen = key <= at if view.causal else torch.ones(q, kv, dtype=torch.bool)
+        if view.left is not None:
+            seen = seen & (key >= at - view.left)
+        if view.anchored is not None:
+            seen = seen & (key >= kv - q - view.anchored)
+        return seen
 
 
 class RealRowsAttention(TorchNativeAttnBackend):
@@ -78,7 +103,7 @@ class RealRowsAttention(TorchNativeAttnBackend):
         output = q.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        window = layer.sliding_window_size if layer.sliding_window_size is not None else -1
+        view = View.of(layer)
         for segment in self._segments:
             output[segment.rows] = self._attend(
                 query[segment.rows],
@@ -86,7 +111,7 @@ class RealRowsAttention(TorchNativeAttnBackend):
                 values[segment.slots],
                 layer,
                 segment,
-                window,
+                view,
             )
         return output.flatten(1)
 
@@ -99,16 +124,16 @@ class RealRowsAttention(TorchNativeAttnBackend):
         value: Tensor,
         layer: RadixAttention,
         segment: Segment,
-        window: int,
+        view: View,
     ) -> Tensor:
         """query: [q, heads, D]; key, value: [kv, kv_heads, D] -> [q, heads, D_v]."""
-        masked = layer.attn_type != AttentionType.ENCODER_ONLY
-        square = masked and window < 0 and query.shape[0] == key.shape[0]
+        whole = view.left is None and view.anchored is None and query.shape[0] == key.shape[0]
+        square = view.causal and whole  # lets the kernel skip the mask
         attended = scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key.to(query.dtype).transpose(0, 1)[None],
             value.to(query.dtype).transpose(0, 1)[None],
-            attn_mask=segment.mask(window) if masked and not square else None,
+            attn_mask=None if square else segment.mask(view),
             is_causal=square,
             scale=layer.scaling,
             enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,27 +17,38 @@ ROW_CHUNK = 4096  # tokens of a prefill projected at once
 
 
 class ContextKV:
-    """Writes K/V of context tokens into every draft layer (DFlash paper, "KV injection")."""
+    """Writes K/V of context tokens into every draft layer (DFlash paper, "KV injection").
+
+    Unquantised projections of all layers are stacked once and run as one. Quantised ones are not
+    sliced: each layer's whole QKV projection runs, and its queries are dropped.
+    """
 
     def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
         self.model, self.pool = model, pool
         attention: list[Any] = [layer.self_attn for layer in model.layers]
         first = attention[0]
-        self._rows = slice(first.q_size, first.q_size + 2 * first.kv_size)  # K, V of the fused QKV
         self._attention = attention
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
         self._eps = first.k_norm.variance_epsilon
         self._k_pools = [pool.get_key_buffer(a.attn.layer_id) for a in attention]
         self._v_pools = [pool.get_value_buffer(a.attn.layer_id) for a in attention]
-        self.refresh()
+        self._norm = torch.stack([a.k_norm.weight for a in attention])  # [L, D]
+        self._one_rope = all(a.rotary_emb is first.rotary_emb for a in attention)
+        projections = [a.qkv_proj for a in attention]
+        stackable = all(isinstance(p.quant_method, UnquantizedLinearMethod) for p in projections)
+        self._project = self._stack(projections) if stackable else self._project_each
 
-    def refresh(self) -> None:
-        """Stack the K/V projections of all layers; again after a weight update."""
-        projections = [a.qkv_proj for a in self._attention]
-        self._weight = torch.cat([p.weight[self._rows] for p in projections])  # [L * 2kv, H]
+    def _stack(self, projections: list[Any]) -> Any:
+        """One projection for all layers: [n, H] -> [n, L * 2 * kv]."""
+        rows = slice(self._attention[0].q_size, None)  # K, V of the fused QKV
+        weight = torch.cat([p.weight[rows] for p in projections])
         biases = [p.bias for p in projections]
-        self._bias = None if biases[0] is None else torch.cat([b[self._rows] for b in biases])
-        self._norm = torch.stack([a.k_norm.weight for a in self._attention])  # [L, D]
+        bias = None if biases[0] is None else torch.cat([b[rows] for b in biases])
+        return lambda context: F.linear(context, weight, bias)
+
+    def _project_each(self, context: Tensor) -> Tensor:
+        parts = [a.qkv_proj(context)[0][:, a.q_size :] for a in self._attention]
+        return torch.cat(parts, dim=1)
 
     def write(self, hidden_states: Tensor, positions: Tensor, slots: Tensor) -> None:
         """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64."""
@@ -47,14 +59,17 @@ class ContextKV:
 
     def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         context = self.model.hidden_norm(self.model.fc(features))  # [n, H]
-        kv = F.linear(context, self._weight, self._bias).unflatten(1, self._shape)
         store_context_kv(
-            kv,
+            self._project(context).view(-1, *self._shape),
             self._norm,
             self._eps,
-            self._attention[0].rotary_emb.cos_sin_cache,
-            positions,
+            self._cos_sin(positions),
             slots,
             self._k_pools,
             self._v_pools,
         )
+
+    def _cos_sin(self, positions: Tensor) -> Tensor:
+        """RoPE tables at these positions, [n, L, D], or [n, 1, D] where all layers share one."""
+        layers = self._attention[:1] if self._one_rope else self._attention
+        return torch.stack([a.rotary_emb.cos_sin_cache[positions] for a in layers], dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tensor_model_parallel_world_size
@@ -14,32 +15,28 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.utils import apply_qk_norm
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from sglang_dflash.checkpoint import load_config, rename_weights
+from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.errors import Refusal
-from sglang_dflash.model.lm_head import TargetVocabulary
-
-STACKED = (  # (parameter, checkpoint name, shard)
-    ("qkv_proj", "q_proj", "q"),
-    ("qkv_proj", "k_proj", "k"),
-    ("qkv_proj", "v_proj", "v"),
-    ("gate_up_proj", "gate_proj", 0),
-    ("gate_up_proj", "up_proj", 1),
-)
+from sglang_dflash.model.loading import load
+from sglang_dflash.model.vocabulary import Vocabulary
 
 
 class DFlashAttention(nn.Module):
-    def __init__(self, config: DFlashConfig, layer_id: int) -> None:
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
+    ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
+        prefix = f"layers.{layer_id}.self_attn"
         self.head_dim = config.head_dim
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
         self.qkv_proj = QKVParallelLinear(
@@ -48,18 +45,25 @@ class DFlashAttention(nn.Module):
             config.num_heads,
             config.num_kv_heads,
             bias=config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
         )
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        rope, view = config.rope[layer_id], config.attention[layer_id]
         self.rotary_emb = get_rope(
             config.head_dim,
             rotary_dim=config.head_dim,
             max_position=config.max_position_embeddings,
-            base=config.rope_theta,
-            rope_scaling=config.rope_scaling,
+            base=rope.theta,
+            rope_scaling=rope.scaling,
         )
         num_heads = config.num_heads // tp_size
         self.attn = RadixAttention(
@@ -68,8 +72,11 @@ class DFlashAttention(nn.Module):
             scaling=config.head_dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             layer_id=layer_id,
-            attn_type=AttentionType.ENCODER_ONLY,
+            # SGLang counts the tokens to the left; its window of 0 would mean none
+            sliding_window_size=-1 if view.window is None else view.window - 1,
+            attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
+        self.attn.anchored = view.window if view.anchored else None  # read by cpu/attention.py
         self.q_size = num_heads * config.head_dim
         self.kv_size = self.num_kv_heads * config.head_dim
 
@@ -83,12 +90,24 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashMLP(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
+    ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, bias=False
+            config.hidden_size,
+            [config.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.mlp.gate_up_proj",
         )
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.mlp.down_proj",
+        )
         self.act_fn = SiluAndMul()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,12 +117,14 @@ class DFlashMLP(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    def __init__(self, config: DFlashConfig, layer_id: int) -> None:
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config, layer_id)
+        self.self_attn = DFlashAttention(config, layer_id, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DFlashMLP(config)
+        self.mlp = DFlashMLP(config, layer_id, quant_config)
 
     def forward(
         self,
@@ -123,78 +144,89 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDraftModel(nn.Module):
-    """Drafts a block in one forward: target embedding, layers, norm, target LM-head argmax.
+    """Drafts a block in one forward: embedding, layers, norm, LM-head argmax.
 
-    `fc` and `hidden_norm` turn the target's features into the context that
-    `model.context_kv` writes into this model's KV pool. `vocabulary` is bound by the worker once
-    both models exist; `block_size` is the served block, at most the trained one.
+    `fc` and `hidden_norm` turn the target's features into the context that `model.context_kv`
+    writes into this model's KV pool. `bind` gives it the target's vocabulary and the length of the
+    block it reads.
     """
 
-    def __init__(self, config: PretrainedConfig, quant_config=None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
         super().__init__()
         self.config = config
         self.dflash = dflash = load_config(config.dflash_path)
-        self.layers = nn.ModuleList(DFlashLayer(dflash, i) for i in range(dflash.num_layers))
+        self.layers = nn.ModuleList(
+            DFlashLayer(dflash, i, quant_config) for i in range(dflash.num_layers)
+        )
         self.norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
         self.fc = nn.Linear(
             len(dflash.target_layer_ids) * dflash.target_hidden_size, dflash.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
-        self.vocabulary: TargetVocabulary
-        self.block_size = dflash.block_size
+        if dflash.own_embedding:
+            self.embed_tokens = VocabParallelEmbedding(dflash.vocab_size, dflash.hidden_size)
+        if dflash.draft_vocab_size is not None:
+            self.lm_head = ParallelLMHead(dflash.draft_vocab_size, dflash.hidden_size)
+        if dflash.vocabulary_map:
+            size = dflash.draft_vocab_size or dflash.vocab_size
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        if dflash.mask_embedding:
+            self.register_buffer("mask_embedding", torch.empty(dflash.hidden_size))
+            self.mask_embedding: Tensor
+        self.vocabulary: Vocabulary
+        self.draft_width: int
+
+    def bind(self, target: Any, draft_width: int) -> None:
+        """Take the target's vocabulary, and `draft_width` block positions a request."""
+        self.draft_width = draft_width
+        self.vocabulary = Vocabulary.of(
+            target,
+            getattr(self, "embed_tokens", None),
+            getattr(self, "lm_head", None),
+            getattr(self, "d2t", None),
+        )
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Fill the masks of every block.
+        """Predict a token at every block position.
 
-        input_ids: [B*N] int64, anchor then masks; positions: [B*N] int64. The drafted block,
-        [B*N] int64 with the anchors in place, is returned as `hidden_states`: the one field that
-        SGLang's graph runner slices per token and hands back without looking at it.
+        input_ids: [B*n] int64, anchor then masks; positions: [B*n] int64. The result, [B*n] int64,
+        is returned as `hidden_states`: the one field that SGLang's graph runner slices per token
+        and hands back without looking at it. Where the anchor's position predicts nothing, it holds
+        the anchor: the result is then the block itself.
         """
-        hidden = self.vocabulary.embed(input_ids)
+        hidden = self._embed(input_ids)
         residual = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        masks = hidden.unflatten(0, (-1, self.block_size))[:, 1:]  # [B, N-1, H]
-        drafts = self.vocabulary.argmax(masks.flatten(0, 1)).view(-1, self.block_size - 1)
-        block = torch.cat([input_ids.view(-1, self.block_size)[:, :1], drafts], dim=1)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=block.flatten())
+        if self.dflash.sample_from_anchor:
+            predicted = self.vocabulary.argmax(hidden)
+        else:
+            masks = hidden.unflatten(0, (-1, self.draft_width))[:, 1:]  # [B, n-1, H]
+            drafts = self.vocabulary.argmax(masks.flatten(0, 1)).view(-1, self.draft_width - 1)
+            anchors = input_ids.view(-1, self.draft_width)[:, :1]
+            predicted = torch.cat([anchors, drafts], dim=1).flatten()
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.vocabulary.embed(input_ids)
+        if self.dflash.embedding_scale != 1.0:
+            hidden = hidden * self.dflash.embedding_scale
+        if self.dflash.mask_embedding:
+            is_mask = (input_ids == self.dflash.mask_token_id)[:, None]
+            hidden = torch.where(is_mask, self.mask_embedding.to(hidden.dtype), hidden)
+        return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a checkpoint strictly: a missing or unexpected tensor is a `Refusal`."""
-        parameters = dict(self.named_parameters())
-        missing = {(name, shard) for name in parameters for shard in _shards(name)}
-        unexpected = []
-        for checkpoint_name, tensor in weights:
-            name, shard = _stacked(rename_weights(self.dflash, checkpoint_name))
-            if (name, shard) not in missing:
-                unexpected.append(checkpoint_name)
-                continue
-            missing.remove((name, shard))
-            parameter = parameters[name]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)
-        if missing or unexpected:
-            gone = sorted(
-                f"{name}[{shard}]" if shard is not None else name for name, shard in missing
-            )
-            raise Refusal(
-                f"The draft {self.dflash.path} does not hold the weights of a {self.dflash.format} "
-                f"DFlash draft: missing {gone or 'none'}, unexpected {unexpected or 'none'}."
-            )
-
-
-def _stacked(name: str) -> tuple[str, str | int | None]:
-    for parameter, part, shard in STACKED:
-        if f".{part}." in name:
-            return name.replace(part, parameter), shard
-    return name, None
-
-
-def _shards(name: str) -> list[str | int | None]:
-    return [shard for parameter, _, shard in STACKED if f".{parameter}." in name] or [None]
+        """Load a checkpoint strictly; raises `Refusal`."""
+        load(self, self.dflash, weights)
 
 
 EntryClass = DFlashDraftModel

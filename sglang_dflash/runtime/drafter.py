@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -23,19 +24,20 @@ class Drafter:
         runner: ModelRunner,
         slots: Slots,
         context: WholeContext | WindowedContext,
-        block_size: int,
-        mask_token_id: int,
+        verify_width: int,
     ) -> None:
         self._runner, self._slots, self._context = runner, slots, context
-        self._block_size, self._mask_token_id = block_size, mask_token_id
+        self._verify_width, self._draft_width = verify_width, runner.model.draft_width
+        self._mask_token_id = runner.model.dflash.mask_token_id
 
     def propose(self, batch: ScheduleBatch, state: DFlashState) -> DFlashBlock:
         """The drafted block of every request; its slots hold the draft's K/V of the masks."""
-        positions = block_positions(batch.seq_lens, self._block_size)
+        positions = block_positions(batch.seq_lens, self._verify_width)
+        slots = self._slots.of(batch, positions)
         masked = DFlashBlock(
-            token_ids=masked_block(state.anchors, self._block_size, self._mask_token_id),
-            position_ids=positions,
-            slots=self._slots.of(batch, positions),
+            token_ids=masked_block(state.anchors, self._draft_width, self._mask_token_id),
+            position_ids=positions[:, : self._draft_width],
+            slots=slots[:, : self._draft_width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         seq_lens, seq_lens_cpu = self._context.lens(batch)
@@ -54,6 +56,10 @@ class Drafter:
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         output = self._runner.forward(forward_batch).logits_output
-        # A copy: the graphs of draft and target share memory, and the target runs next.
-        token_ids = output.hidden_states.view(-1, self._block_size).clone()
-        return DFlashBlock(token_ids, positions, masked.slots)
+        predicted = output.hidden_states.view(-1, self._draft_width)
+        # Both are copies: the graphs of draft and target share memory, and the target runs next.
+        if self._draft_width < self._verify_width:
+            token_ids = torch.cat([state.anchors[:, None], predicted], dim=1)
+        else:
+            token_ids = predicted.clone()
+        return DFlashBlock(token_ids, positions, slots)

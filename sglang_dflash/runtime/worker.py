@@ -20,7 +20,6 @@ from sglang.srt.server_args import (
 from sglang_dflash import __version__
 from sglang_dflash.core.slots import ceil_align
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.model.lm_head import TargetVocabulary
 from sglang_dflash.runtime.committer import Committer
 from sglang_dflash.runtime.drafter import Drafter
 from sglang_dflash.runtime.draw import TargetDraw
@@ -29,6 +28,7 @@ from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verifier
 from sglang_dflash.runtime.window import WholeContext, WindowedContext
+from sglang_dflash.server_args import draft_config
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,7 @@ class DFlashWorker:
         self.draft_model_runner = self.draft_worker.model_runner
         model = self.draft_model_runner.model
         self.slots = Slots(rows, allocator)
-        self.drafter = Drafter(
-            self.draft_model_runner, self.slots, context, block_size, model.dflash.mask_token_id
-        )
+        self.drafter = Drafter(self.draft_model_runner, self.slots, context, block_size)
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
@@ -145,12 +143,16 @@ def _draft_worker(
     The draft's forward reads the target's embedding and LM head, which are bound only once both
     models exist; so its graphs are captured after that, not inside the constructor.
     """
+    draft = draft_config(server_args)
     args = copy.deepcopy(server_args)
     args.skip_tokenizer_init = True
     args.disable_cuda_graph = True
     args.attention_backend = server_args.speculative_draft_attention_backend
     args.speculative_draft_attention_backend = None
     args.prefill_attention_backend = args.decode_attention_backend = None
+    # With sample_from_anchor the draft reads one position fewer than the target verifies.
+    draft_width = server_args.speculative_num_draft_tokens - draft.sample_from_anchor
+    args.speculative_num_draft_tokens = draft_width
     args.context_length = target.model_runner.model_config.context_len
     _, allocator = target.get_memory_pool()
     saved = get_global_server_args()
@@ -164,9 +166,7 @@ def _draft_worker(
             memory_pool_config=target.model_runner.memory_pool_config,
             **ranks,
         )
-        model = worker.model_runner.model
-        model.vocabulary = TargetVocabulary.of(target.model_runner.model)
-        model.block_size = server_args.speculative_num_draft_tokens
+        worker.model_runner.model.bind(target.model_runner.model, draft_width)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
     finally:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.checkpoint.fit import Target, problems
+from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.zlab import default_target_layer_ids
+from sglang_dflash.config import LayerAttention, Rope
 from sglang_dflash.errors import Refusal
 from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config
 
@@ -31,7 +32,8 @@ def test_zlab(tmp_path):
     assert (config.block_size, config.mask_token_id) == (BLOCK, MASK)
     assert config.target_layer_ids == (0, 2)
     assert config.num_target_layers == LAYERS
-    assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
+    assert config.rope == (Rope(10_000.0),) * 2
+    assert config.attention == (LayerAttention(),) * 2
     assert config.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 32
 
 
@@ -104,14 +106,14 @@ def test_missing_folder_and_config(tmp_path):
 def test_misfits_are_found(tmp_path, target, words):
     draft = load_config(write(tmp_path, draft_config()))
     good = {"path": "t", "num_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    assert problems(draft, Target(**good)) == []
-    assert any(words in problem.what for problem in problems(draft, Target(**good | target)))
+    assert misfits(draft, Target(**good)) == []
+    assert any(words in problem.what for problem in misfits(draft, Target(**good | target)))
 
 
 def test_layer_beyond_the_target(tmp_path):
     config = without(draft_config(dflash_config={"target_layer_ids": [0, 4]}), "num_target_layers")
     draft = load_config(write(tmp_path, config))
     target = Target(path="t", num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)
-    assert [p.what for p in problems(draft, target)] == [
+    assert [p.what for p in misfits(draft, target)] == [
         "target_layer_ids [4] lie beyond the target's layers 0..3."
     ]

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
 from test.forced import Recorder
 from test.inprocess import InProcess
-from test.reference import draft_block, features
+from test.reference import Semantics, draft_block, features
 from test.worker.conftest import force, prompt
 
 
@@ -55,7 +55,7 @@ def test_drafts_equal_plain_pytorch(target, draft, model, flags):
         steps = trace(engine, ids, 60)
     for output, block in steps:
         assert block[0] == output[-1]
-        assert block[1:] == draft_block(model, config, weights, ids + output)
+        assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output)
 
 
 def test_features_are_hidden_states(target, draft, model):
@@ -70,9 +70,11 @@ def test_features_are_hidden_states(target, draft, model):
         )
         engine.generate(ids, max_new_tokens=1)
     layers = draft_config()["dflash_config"]["target_layer_ids"]
-    torch.testing.assert_close(captured[0], features(model, ids, layers), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        captured[0], features(model, ids, [k + 1 for k in layers]), atol=1e-4, rtol=0
+    )
     for shift in (-1, 1):
-        neighbour = features(model, ids, [k + shift for k in layers])
+        neighbour = features(model, ids, [k + 1 + shift for k in layers])
         assert (captured[0] - neighbour).abs().max() > 1e-2
 
 
@@ -86,7 +88,7 @@ def test_last_layer_is_a_target_layer(target, model, tmp_path):
         with InProcess(target, str(path)) as engine:
             steps = trace(engine, ids, 12)
         for output, block in steps:
-            assert block[1:] == draft_block(model, config, weights, ids + output)
+            assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output)
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])
@@ -207,7 +209,7 @@ def test_tied_head(tmp_path, tied):
         recorder = record(engine)
         output = engine.generate(ids, max_new_tokens=2, ignore_eos=True)
         [[block, *_]] = recorder.blocks.values()
-    assert block[1:] == draft_block(model, config, weights, ids + output[:1])
+    assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output[:1])
 
 
 def test_generated_mask_token_survives(target, draft, alone):
@@ -238,7 +240,10 @@ def test_draft_window(target, draft, model, page):
         assert output == expected[: len(output)]
         whole = ids + output
         first = max(0, len(whole) - 1 - window) // page * page
-        assert block[1:] == draft_block(model, config, weights, whole, first=first)
+        assert block[1:] == draft_block(
+            model, Semantics.of_zlab(config), weights, whole, first=first
+        )
     assert any(
-        block[1:] != draft_block(model, config, weights, ids + output) for output, block in steps
+        block[1:] != draft_block(model, Semantics.of_zlab(config), weights, ids + output)
+        for output, block in steps
     )

@@ -1,0 +1,81 @@
+"""The draft's vocabulary: token embeddings in, the argmax of a vocabulary-parallel LM head out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+
+ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
+
+
+def language_model(model: Any) -> Any:
+    """The part of a target that speaks: multimodal models keep it inside."""
+    return getattr(model, "language_model", model)
+
+
+def logits_processor(model: Any) -> LogitsProcessor:
+    """The target's logits processor, on the model itself or on its language model."""
+    return getattr(model, "logits_processor", None) or language_model(model).logits_processor
+
+
+class Vocabulary:
+    """Shared with the target by reference, but for what the checkpoint brings of its own.
+
+    No nn.Module, so that the draft neither registers nor loads the target's weights.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        lm_head: VocabParallelEmbedding,
+        processor: LogitsProcessor,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self.embed = embedding
+        self.lm_head = lm_head
+        self._processor = processor
+        self._offsets = offsets  # [draft vocabulary] int64, target id - draft id
+        shard = lm_head.shard_indices
+        self._columns = shard.num_org_elements  # padding and added rows lie behind these
+        self._first_id = shard.org_vocab_start_index
+        self._group = get_tp_group()
+
+    @classmethod
+    def of(
+        cls,
+        target: Any,
+        embedding: nn.Module | None = None,
+        lm_head: VocabParallelEmbedding | None = None,
+        offsets: Tensor | None = None,
+    ) -> Vocabulary:
+        """The target's vocabulary, with the draft's own parts in their place."""
+        language = language_model(target)
+        head = lm_head or getattr(language, "lm_head", None) or getattr(target, "lm_head", None)
+        assert hasattr(head, "shard_indices"), f"{type(target).__name__} has no parallel LM head"
+        embedding = embedding or target.get_input_embeddings()
+        return cls(embedding, head, logits_processor(target), offsets)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Target id of the largest logit, the lowest id on a tie, the same on every rank.
+
+        hidden: [n, H] -> [n] int64. Ranks exchange one (value, id) pair a row, never the logits.
+        Soft-capping and positive factors of the logits do not move their maximum.
+        """
+        ids = torch.cat([self._argmax(rows) for rows in hidden.split(ROW_CHUNK)])
+        return ids if self._offsets is None else ids + self._offsets[ids]
+
+    def _argmax(self, hidden: Tensor) -> Tensor:
+        logits = self._processor._compute_lm_head(hidden, self.lm_head)
+        value, index = logits[:, : self._columns].max(dim=-1)
+        if self._group.world_size == 1:
+            return index
+        # float32 holds ids below 2**24 exactly
+        pair = torch.stack([value.float(), (index + self._first_id).float()], dim=1)  # [n, 2]
+        pairs = self._group.all_gather(pair[None], dim=0)  # [ranks, n, 2]
+        rank = pairs[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
+        return pairs[:, :, 1].gather(0, rank[None]).squeeze(0).long()

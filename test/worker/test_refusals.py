@@ -1,0 +1,208 @@
+"""What cannot be served exactly is refused at start: one paragraph, no traceback, status not 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.errors import Refusal
+from test import inprocess  # loads the plugin
+from test.checkpoints import draft_config, draft_weights, write_draft
+
+assert inprocess
+
+FLAGS = {
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 4,
+    "speculative_accept_threshold_single": 0.9,
+    "speculative_accept_threshold_acc": 0.9,
+    "speculative_token_map": "map.pt",
+    "speculative_adaptive": True,
+    "speculative_moe_a2a_backend": "deepep",
+    "speculative_moe_runner_backend": "triton",
+    "speculative_draft_attention_backend": "flashinfer",
+    "speculative_dflash_block_size": 9,
+    "speculative_num_draft_tokens": 1,
+    "speculative_draft_window_size": 4,
+    "attention_backend": "triton",
+    "enable_dp_attention": True,
+    "pp_size": 2,
+    "disaggregation_mode": "prefill",
+    "enable_lora": True,
+    "kv_cache_dtype": "fp8_e5m2",
+    "enable_hierarchical_cache": True,
+    "enable_lmcache": True,
+    "enable_mixed_chunk": True,
+}
+
+
+def arguments(target: str, draft: str | None, **changes) -> ServerArgs:
+    return ServerArgs(
+        model_path=target,
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=draft,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags(target, draft, flag):
+    """Each names the flag, or the value that is wrong, and what to do."""
+    changes = {flag: FLAGS[flag]}
+    if flag == "enable_dp_attention":
+        changes |= {"tp_size": 2, "dp_size": 2}
+    with pytest.raises(Refusal) as caught:
+        arguments(target, draft, **changes)
+    message = str(caught.value)
+    named = flag.replace("_", "-") in message or str(FLAGS[flag]) in message
+    assert named, message
+    assert "\n" not in message
+
+
+def test_aliases_that_differ(target, draft):
+    with pytest.raises(Refusal, match="aliases"):
+        arguments(target, draft, speculative_num_draft_tokens=4, speculative_dflash_block_size=5)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_block_size_flags_are_honoured(target, draft, size):
+    assert (
+        arguments(target, draft, speculative_dflash_block_size=size).speculative_num_draft_tokens
+        == size
+    )
+    assert (
+        arguments(target, draft, speculative_num_draft_tokens=size).speculative_num_draft_tokens
+        == size
+    )
+
+
+def test_block_size_comes_from_the_draft(target, draft):
+    assert arguments(target, draft).speculative_num_draft_tokens == 8
+
+
+MISFITS = {
+    "hidden size": {"hidden_size": 128},
+    "layers": {"num_target_layers": 9},
+    "target_layer_ids": {"num_target_layers": None, "dflash_config": {"target_layer_ids": [1, 7]}},
+    "vocabulary": {"vocab_size": 9000},
+    "mask_token_id": {"dflash_config": {"mask_token_id": 160}},
+    "attention heads": {},
+}
+
+
+@pytest.mark.parametrize("words", MISFITS)
+def test_misfits(target, tmp_path, words):
+    config = draft_config()
+    weights = draft_weights(config)
+    changed = draft_config(**MISFITS[words])
+    path = write_draft(tmp_path, changed, weights)
+    with pytest.raises(Refusal, match=words):
+        arguments(target, str(path), tp_size=3 if words == "attention heads" else 1)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_weights_are_strict(target, tmp_path, change):
+    config = draft_config()
+    weights = draft_weights(config)
+    if change == "missing":
+        del weights["layers.1.self_attn.k_norm.weight"]
+    else:
+        weights["layers.0.self_attn.gate.weight"] = weights["norm.weight"].clone()
+    path = write_draft(tmp_path, config, weights)
+    with pytest.raises(Refusal, match=change + r" layers\."):
+        arguments(target, str(path))
+
+
+def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *flags, "--port", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def refused(result: subprocess.CompletedProcess) -> str:
+    """The one paragraph."""
+    assert result.returncode == 1
+    if "Failed to apply hooks" not in result.stderr:  # SGLang logs a trace of its own there
+        assert "Traceback" not in result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("sglang-dflash:")]
+    assert "Uvicorn running" not in result.stdout + result.stderr
+    return line
+
+
+def test_command_line_no_draft(target):
+    line = refused(launch("--model-path", target, "--speculative-algorithm", "DFLASH"))
+    assert "--speculative-draft-model-path" in line
+
+
+def test_command_line_unreadable_config(target, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
+    line = refused(launch(*flags, "--speculative-draft-model-path", str(tmp_path)))
+    assert "config.json cannot be read as JSON" in line
+
+
+def test_half_of_the_plugin_is_refused(target, draft):
+    """Without its CPU half the plugin does not serve here, and the built-in does not run for it."""
+    flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
+    flags += ["--speculative-draft-model-path", draft, "--device", "cpu"]
+    line = refused(launch(*flags, SGLANG_PLUGINS="dflash", SGLANG_USE_CPU_ENGINE="1"))
+    assert "no hook on" in line
+
+
+SABOTAGE = {
+    "a hook that cannot be applied": """
+from sglang.srt.speculative import dflash_utils
+del dflash_utils.validate_dflash_request
+""",
+    "another SGLang": """
+import importlib.metadata as m
+real = m.version
+m.version = lambda name: "0.5.14" if name == "sglang" else real(name)
+""",
+}
+
+
+@pytest.mark.parametrize("how", SABOTAGE)
+def test_incomplete_hooks_are_refused(target, draft, how):
+    """Only DFLASH is refused: a server without it starts its arguments as ever."""
+    code = f"""
+import os
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+{SABOTAGE[how]}
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+ServerArgs(model_path={target!r})
+print("plain is fine")
+ServerArgs(model_path={target!r}, speculative_algorithm="dflash",
+           speculative_draft_model_path={draft!r})
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert "plain is fine" in result.stdout, result.stderr
+    assert "cannot serve DFLASH" in refused(result)
+
+
+def test_unsupported_target_class(draft, tmp_path):
+    """A target class that hands out no hidden states is named."""
+    config = json.loads((Path(draft).parent / "target" / "config.json").read_text())
+    config |= {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refusal, match="GPT2LMHeadModel"):
+        arguments(str(tmp_path), draft)
