@@ -1,4 +1,4 @@
-"""`sglang-dflash`: demo."""
+"""`sglang-dflash`: look at a draft, or see the bundled pair at work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="the bundled pair without and with DFLASH, compared")
     demo.add_argument("--json", action="store_true", help="print the last line only")
+    inspect = commands.add_parser("inspect", help="what a draft is, and whether it fits a target")
+    inspect.add_argument("draft", help="folder or hub id of a DFlash checkpoint")
+    inspect.add_argument("--target", help="folder or hub id of the target it is for")
+    inspect.add_argument("--json", action="store_true", help="one line of JSON")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so servers are ended
-    from sglang_dflash.demo import run
+    if chosen.command == "inspect":
+        from sglang_dflash.inspect import run as run_inspect
 
-    return run(quiet=chosen.json)
+        return run_inspect(chosen.draft, chosen.target, chosen.json)
+    from sglang_dflash.demo import run as run_demo
+
+    return run_demo(quiet=chosen.json)
 
 
 if __name__ == "__main__":

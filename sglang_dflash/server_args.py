@@ -6,8 +6,10 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint import load, speculators
@@ -188,6 +190,11 @@ def _check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors)
             f"{method or 'unquantised'} and is served as it is."
         )
     server_args.speculative_draft_model_quantization = method
+    for file in sorted(Path(draft.path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                if not bool(torch.isfinite(weights.get_tensor(name).float()).all()):
+                    raise Refusal(f"{file} holds NaN or infinity in {name}: fetch the draft again.")
     _check_windows(server_args, draft)
 
 

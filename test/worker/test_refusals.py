@@ -119,6 +119,30 @@ def test_weights_are_strict(target, tmp_path, change):
         arguments(target, str(path))
 
 
+def test_weights_are_finite(target, tmp_path):
+    config = draft_config()
+    weights = draft_weights(config)
+    weights["layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    path = write_draft(tmp_path, config, weights)
+    with pytest.raises(Refusal, match=r"NaN or infinity in layers\.0\.mlp\.up_proj"):
+        arguments(target, str(path))
+
+
+def test_quantised_drafts_are_refused_on_cpu(target, tmp_path):
+    config = draft_config(quantization_config={"quant_method": "fp8"})
+    path = write_draft(tmp_path, config, draft_weights(config))
+    with pytest.raises(Refusal, match="fp8"):
+        arguments(target, str(path))
+
+
+def test_a_block_that_does_not_fit_the_window(target, tmp_path):
+    config = draft_config(layer_types=["sliding_attention"] * 2, sliding_window=6)
+    path = write_draft(tmp_path, config, draft_weights(config))
+    with pytest.raises(Refusal, match="window of 6"):
+        arguments(target, str(path))
+    assert arguments(target, str(path), speculative_dflash_block_size=6)
+
+
 def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *flags, "--port", "1"],

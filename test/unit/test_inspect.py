@@ -1,0 +1,130 @@
+"""`sglang-dflash inspect` and the refusals of broken files: one line each, nothing loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dflash.checkpoint import load
+from sglang_dflash.cli import main
+from sglang_dflash.errors import Refusal
+from sglang_dflash.tiny import DRAFT, TARGET
+from test.checkpoints import draft_config, draft_weights, write_draft
+
+
+def test_json(capsys):
+    assert main(["inspect", str(DRAFT), "--target", str(TARGET), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == {
+        "fits": True,
+        "format": "zlab",
+        "block_size": 16,
+        "target_layer_ids": {"transformers": [2, 4, 6, 8, 9], "sglang": [1, 3, 5, 7, 8]},
+        "mask_token_id": 3,
+        "kv_bytes_per_token": 2 * 2 * 3 * 2 * 128,
+        "parameters": report["parameters"],
+        "problems": [],
+    }
+    assert 1_000_000 < report["parameters"] < 2_000_000
+
+
+def test_for_people(capsys):
+    assert main(["inspect", str(DRAFT), "--target", str(TARGET)]) == 0
+    out = capsys.readouterr().out
+    for words in ("zlab", "16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
+        assert words in out
+
+
+def test_misfit(capsys, tmp_path):
+    config = draft_config()
+    draft = write_draft(tmp_path, config, draft_weights(config))
+    assert main(["inspect", str(draft), "--target", str(TARGET), "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert not report["fits"]
+    assert all(problem["what"] and problem["fix"] for problem in report["problems"])
+    assert any("hidden size" in problem["what"] for problem in report["problems"])
+
+
+def test_needs_no_sglang(tmp_path):
+    """Seconds, no GPU: SGLang is not even imported."""
+    code = f"""
+import sys
+sys.modules["sglang"] = None
+sys.modules["torch"] = None
+from sglang_dflash.cli import main
+sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+OTHERS = {
+    "DFlash 2": {"dflash_config": {"selector_rank": 8}},
+    "DFlash 2 too": {"dflash_config": {"conv_kernel_size": 4}},
+    "DSpark": {"dflash_config": {"markov_order": 2}},
+    "DSpark too": {"dflash_config": {"projector_type": "dspark"}},
+    "Domino": {"dflash_config": {"projector_type": "domino"}},
+    "EAGLE": {"architectures": ["LlamaForCausalLMEagle3"]},
+    "MTP": {"architectures": ["Qwen3NextForCausalLMMTP"]},
+}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_methods_are_named(tmp_path, capsys, method):
+    config = draft_config(**OTHERS[method])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path), "--json"]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert method.removesuffix(" too") in problem["fix"]
+    assert "use" in problem["fix"]
+
+
+def sharded(folder: Path) -> Path:
+    config = draft_config()
+    path = write_draft(folder, config, draft_weights(config))
+    index = {"weight_map": {"fc.weight": "model.safetensors", "norm.weight": "gone.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def truncated(folder: Path) -> Path:
+    config = draft_config()
+    path = write_draft(folder, config, draft_weights(config))
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return path
+
+
+def no_header(folder: Path) -> Path:
+    config = draft_config()
+    path = write_draft(folder, config, draft_weights(config))
+    (path / "model.safetensors").write_bytes(b"not a safetensors file at all, just text")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [(sharded, "gone.safetensors"), (truncated, "truncated"), (no_header, "safetensors")],
+)
+def test_broken_files(tmp_path, broken, words):
+    with pytest.raises(Refusal, match=words) as caught:
+        load(broken(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_dtype(tmp_path, capsys):
+    config = draft_config()
+    weights = draft_weights(config)
+    weights["fc.weight"] = (weights["fc.weight"] * 10).to(torch.int8)
+    assert main(["inspect", str(write_draft(tmp_path, config, weights)), "--json"]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert "fc.weight has dtype I8" in problem["what"]
+
+
+def test_a_path_that_does_not_exist(capsys):
+    assert main(["inspect", "/nowhere/at/all", "--json"]) == 2
+    assert "not a folder" in capsys.readouterr().out

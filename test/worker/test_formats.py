@@ -1,0 +1,301 @@
+"""Every format and feature: our drafts equal those of an independent reading, step by step.
+
+Each case writes a random small checkpoint as its publisher would, and says in `Semantics` how it is
+to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be caught.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from test.checkpoints import BLOCK, HIDDEN, MASK, VOCAB, draft_config, draft_weights, write_draft
+from test.inprocess import InProcess
+from test.reference import Semantics, draft_block
+from test.worker.conftest import prompt
+from test.worker.test_draft import trace
+
+TOKENS = 200
+SLIDING = ["sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 10_000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 50_000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+
+
+def zlab(**changes: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
+    config = draft_config(**changes)
+    return config, draft_weights(config), Semantics.of_zlab({**draft_config(), **config})
+
+
+def with_rope(parameters: dict[str, Any], how: str):
+    """The same RoPE in each of the places where publishers put it."""
+    theta = parameters["rope_theta"]
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
+    changes = {
+        "rope_parameters": {"rope_parameters": parameters, "rope_theta": None},
+        "rope_scaling": {"rope_theta": theta, "rope_scaling": scaling},
+        "type": {
+            "rope_theta": theta,
+            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in scaling.items()},
+        },
+    }[how]
+    config, weights, semantics = zlab(
+        **changes | {"rope_theta": changes.get("rope_theta") or theta}
+    )
+    if how == "rope_parameters":
+        config["rope_theta"] = None
+    return config, weights, replace(semantics, rope=[parameters] * 2)
+
+
+def speculators(
+    draft_vocab: int = VOCAB, own_embedding: bool = True, **changes: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
+    """The nested config and extra tensors of the speculators library."""
+    flat = draft_config()
+    body_keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    body_keys += ("num_key_value_heads", "head_dim", "attention_bias", "rms_norm_eps")
+    body = {k: flat[k] for k in (*body_keys, "max_position_embeddings", "vocab_size")}
+    body |= {"model_type": "qwen3", "rope_parameters": {"rope_theta": 10_000.0}}
+    body |= changes.pop("body", {})
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": body,
+        "draft_vocab_size": draft_vocab,
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": MASK,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "TARGET", "architectures": ["Qwen3ForCausalLM"]},
+        },
+    } | changes
+    weights = draft_weights(flat)
+    rng = torch.Generator().manual_seed(3)
+    if own_embedding:
+        weights["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN, generator=rng)
+    if draft_vocab != VOCAB:
+        chosen = torch.randperm(VOCAB, generator=rng)[:draft_vocab].sort().values
+        weights["d2t"] = chosen - torch.arange(draft_vocab)
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter_(0, chosen, True)
+        weights["lm_head.weight"] = torch.randn(draft_vocab, HIDDEN, generator=rng)
+    semantics = Semantics.of_zlab(flat, hidden_state_ids=[1, 3])
+    return config, weights, semantics
+
+
+def sliding_speculators(non_causal: bool, window: int = 12):
+    body = {"layer_types": SLIDING, "sliding_window": window}
+    changes = {"sliding_window_non_causal": True} if non_causal else {}
+    config, weights, semantics = speculators(body=body, **changes)
+    layers = [("speculators", window, not non_causal), ("full", None, False)]
+    return config, weights, replace(semantics, layers=layers)
+
+
+def sliding_zlab(window: int = 12, causal: bool | None = None, **changes: Any):
+    method = {} if causal is None else {"causal": causal}
+    config, weights, semantics = zlab(
+        layer_types=SLIDING, sliding_window=window, dflash_config=method, **changes
+    )
+    in_block = True if causal is None else causal
+    full = ("full", None, bool(causal))
+    return config, weights, replace(semantics, layers=[("zlab", window, in_block), full])
+
+
+def per_type_rope():
+    other = {"rope_type": "default", "rope_theta": 500.0}
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    config, weights, semantics = sliding_zlab()
+    config |= {"rope_parameters": {"sliding_attention": other, "full_attention": plain}}
+    return config, weights, replace(semantics, rope=[other, plain])
+
+
+def biased():
+    config, weights, semantics = zlab(attention_bias=True)
+    rng = torch.Generator().manual_seed(5)
+    for name in [n for n in weights if "_proj.weight" in n and "self_attn" in n]:
+        weights[name.replace("weight", "bias")] = torch.randn(len(weights[name]), generator=rng)
+    return config, weights, semantics
+
+
+def masked(as_dict: bool):
+    config, weights, semantics = zlab()
+    vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
+    weights["mask_embedding.pt"] = (
+        {"mask_token_id": MASK, "embedding": vector} if as_dict else vector[None]
+    )
+    return config, weights, replace(semantics, mask_embedding=vector)
+
+
+def from_anchor(kind: str):
+    if kind == "zlab":
+        config, weights, semantics = zlab(dflash_config={"sample_from_anchor": True})
+    else:
+        config, weights, semantics = speculators(sample_from_anchor=True)
+    return config, weights, replace(semantics, sample_from_anchor=True)
+
+
+def scaled():
+    config, weights, semantics = zlab(
+        dflash_config={
+            "input_embedding_scale": 3.5,
+            "final_logit_softcapping": 20.0,
+            "output_multiplier": 0.5,
+        }
+    )
+    return config, weights, replace(semantics, embedding_scale=3.5)
+
+
+def prefixed():
+    config, weights, semantics = zlab()
+    return config, {f"model.{k}": v for k, v in weights.items()}, semantics
+
+
+def default_ids():
+    config, weights, semantics = zlab(num_hidden_layers=2)
+    del config["dflash_config"]["target_layer_ids"]
+    return config, weights, replace(semantics, hidden_state_ids=[2, 2])
+
+
+CASES = {
+    "zlab": zlab,
+    "zlab model. prefix": prefixed,
+    "zlab sliding": sliding_zlab,
+    "zlab sliding not causal": lambda: sliding_zlab(causal=False),
+    "zlab causal": lambda: sliding_zlab(causal=True),
+    "zlab window 8": lambda: sliding_zlab(window=8),
+    "zlab attention bias": biased,
+    "zlab mask embedding": lambda: masked(False),
+    "zlab mask embedding in a dict": lambda: masked(True),
+    "zlab sample_from_anchor": lambda: from_anchor("zlab"),
+    "zlab scale, cap, multiplier": scaled,
+    "zlab yarn": lambda: with_rope(YARN, "rope_scaling"),
+    "zlab yarn by type": lambda: with_rope(YARN, "type"),
+    "zlab yarn in rope_parameters": lambda: with_rope(YARN, "rope_parameters"),
+    "zlab llama3": lambda: with_rope(LLAMA3, "rope_scaling"),
+    "zlab linear": lambda: with_rope(LINEAR, "rope_parameters"),
+    "zlab rope by layer type": per_type_rope,
+    "speculators": speculators,
+    "speculators without embedding": lambda: speculators(own_embedding=False),
+    "speculators draft vocabulary": lambda: speculators(draft_vocab=64),
+    "speculators sample_from_anchor": lambda: from_anchor("speculators"),
+    "speculators sliding": lambda: sliding_speculators(non_causal=False),
+    "speculators sliding not causal": lambda: sliding_speculators(non_causal=True),
+}
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
+    extra = weights.pop("mask_embedding.pt", None)
+    path = write_draft(folder, config, weights)
+    if extra is not None:
+        torch.save(extra, path / "mask_embedding.pt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def agreement(target, model, path, weights, semantics, page: int, tokens: int) -> list[bool]:
+    """For each step of a request: did we draft what the reference drafts?"""
+    ids = prompt(31, 40)
+    with InProcess(target, str(path), page_size=page) as engine:
+        steps = trace(engine, ids, tokens)
+    own = {k.removeprefix("model."): v for k, v in weights.items()}
+    return [
+        block[1:] == draft_block(model, semantics, own, ids + output) for output, block in steps
+    ]
+
+
+@pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_equal_the_reference(target, model, tmp_path, case, page):
+    config, weights, semantics = CASES[case]()
+    path = write(tmp_path, config, weights)
+    tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 60
+    agreed = agreement(target, model, path, weights, semantics, page, tokens)
+    assert len(agreed) > 10
+    assert all(agreed)
+
+
+MUTANTS = {
+    "ids + 1": ("zlab", lambda s: replace(s, hidden_state_ids=[i + 1 for i in s.hidden_state_ids])),
+    "speculators ids not shifted": (
+        "speculators",
+        lambda s: replace(s, hidden_state_ids=[i + 1 for i in s.hidden_state_ids]),
+    ),
+    "wrong theta": (
+        "zlab",
+        lambda s: replace(s, rope=[{"rope_type": "default", "rope_theta": 1e6}] * 2),
+    ),
+    "no yarn": (
+        "zlab yarn",
+        lambda s: replace(s, rope=[{"rope_type": "default", "rope_theta": 1e4}] * 2),
+    ),
+    "window off": ("zlab sliding", lambda s: replace(s, layers=[("full", None, False)] * 2)),
+    "window off by one": (
+        "zlab window 8",
+        lambda s: replace(s, layers=[("zlab", 9, True), ("full", None, False)]),
+    ),
+    "not causal": (
+        "zlab sliding",
+        lambda s: replace(s, layers=[("zlab", 12, False), ("full", None, False)]),
+    ),
+    "no anchor": ("zlab sample_from_anchor", lambda s: replace(s, sample_from_anchor=False)),
+    "no scale": ("zlab scale, cap, multiplier", lambda s: replace(s, embedding_scale=1.0)),
+    "no mask embedding": ("zlab mask embedding", lambda s: replace(s, mask_embedding=None)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_reading_is_noticed(target, model, tmp_path, mutant):
+    """The control: the oracle of the test above tells a wrong reading from the right one."""
+    case, mutate = MUTANTS[mutant]
+    config, weights, semantics = CASES[case]()
+    path = write(tmp_path, config, weights)
+    assert not all(agreement(target, model, path, weights, mutate(semantics), 1, 60))
+
+
+def test_a_dropped_map_is_refused_or_noticed(target, model, tmp_path):
+    """d2t left out: the drafts differ; d2t that does not fit t2d: refused."""
+    config, weights, semantics = speculators(draft_vocab=64)
+    path = write(tmp_path / "a", config, weights)
+    dropped = {k: v for k, v in weights.items() if k != "d2t"}
+    assert not all(agreement(target, model, path, dropped, semantics, 1, 30))
+
+
+def test_speculators_as_model_path(target, tmp_path):
+    """A speculators folder as --model-path serves the target that it names; flags win."""
+    from sglang.srt.server_args import ServerArgs
+
+    config, weights, _ = speculators()
+    config["speculators_config"]["verifier"]["name_or_path"] = target
+    path = str(write(tmp_path, config, weights))
+    found = ServerArgs(model_path=path)
+    assert found.speculative_algorithm == "DFLASH"
+    assert (found.model_path, found.speculative_draft_model_path) == (target, path)
+    assert found.tokenizer_path == target
+    assert found.speculative_num_draft_tokens == BLOCK
+    given = ServerArgs(model_path=path, speculative_num_draft_tokens=4)
+    assert given.speculative_num_draft_tokens == 4
+    assert json.loads((Path(path) / "config.json").read_text())["block_size"] == BLOCK
