@@ -114,6 +114,22 @@ def token_ids_logprobs(
     return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
 
 
+def meta_info(
+    _: None, tokenizer_manager: Any, meta_info: dict[str, Any], recv_obj: Any, index: int
+) -> None:
+    """AFTER `TokenizerManager._calculate_spec_decoding_metrics`: accepted drafts by position.
+
+    Entry p - 1 counts the steps that accepted the draft at block position p.
+    """
+    histogram = meta_info.get("spec_correct_drafts_histogram")
+    args = tokenizer_manager.server_args
+    if histogram is None or args.speculative_algorithm != "DFLASH":
+        return
+    meta_info["spec_accepted_per_position"] = [
+        sum(histogram[position:]) for position in range(1, args.speculative_num_draft_tokens)
+    ]
+
+
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:
     """AROUND `ScheduleBatch.new_tokens_required_next_decode`: what `Slots.reserve` will take.
 

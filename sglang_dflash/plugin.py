@@ -68,6 +68,12 @@ DFLASH_HOOKS = (
         "the last layer's state is known only there",
     ),
     Hook(
+        "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        "AFTER",
+        "hooks:meta_info",
+        "acceptance by block position is no field of SGLang's",
+    ),
+    Hook(
         "layers.utils.logprob.get_token_ids_logprobs_raw",
         "AROUND",
         "hooks:token_ids_logprobs",

@@ -12,6 +12,7 @@ from torch import Tensor
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.constraints import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
+from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verified
 
@@ -40,8 +41,8 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
 
 
 class Committer:
-    def __init__(self, context_kv: ContextKV) -> None:
-        self._context_kv = context_kv
+    def __init__(self, context_kv: ContextKV, counters: StepCounters | None) -> None:
+        self._context_kv, self._counters = context_kv, counters
 
     def commit(self, batch: ScheduleBatch, verified: Verified) -> GenerationBatchResult:
         # All rows of a block are written: those behind the accepted ones lie in slots that the next
@@ -55,6 +56,8 @@ class Committer:
         tokens = self._commit_requests(batch, packed)
         accepted = [min(len(row), draws[-1]) for row, draws in zip(tokens, packed, strict=True)]
         _count(batch.reqs, accepted)
+        if self._counters is not None:
+            self._counters.observe(accepted)
         if batch.return_logprob:
             append_committed(batch, verified.logits_output.next_token_logits, tokens)
         if batch.return_hidden_states:

@@ -24,6 +24,7 @@ from sglang_dflash.runtime.committer import Committer
 from sglang_dflash.runtime.drafter import Drafter
 from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.logprobs import attach_after_prefill
+from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verifier
@@ -77,7 +78,9 @@ class DFlashWorker:
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
-        self.committer = Committer(self.context_kv)
+        counted = server_args.enable_metrics and tp_rank == 0
+        counters = StepCounters(block_size) if counted else None
+        self.committer = Committer(self.context_kv, counters)
         self._block_size = block_size
         _keep_block_in_pool(target_worker, block_size)
         if tp_rank == 0:

@@ -1,0 +1,231 @@
+"""The rest of the API on one server: streams, n, echo, sessions, pauses, metrics, sampling."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import requests
+import torch
+from openai import BadRequestError, OpenAI
+from scipy.stats import chisquare
+
+from sglang_dflash.tiny import data
+from test.server.conftest import Client, chat, running
+
+WORD = data.held_out("word", 4, seed=9)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Client]:
+    with running(
+        "--enable-metrics", "--enable-priority-scheduling", "--page-size", "4", dflash=True
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def openai(server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def test_counters_and_metrics(server):
+    """meta_info and Prometheus agree with each other and with the text."""
+
+    def totals() -> tuple[dict[str, float], float]:
+        lines = requests.get(f"{server.url}/metrics").text.splitlines()
+        by_position = {
+            line.split('position="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("sglang:spec_accepted_tokens_per_position_total{")
+        }
+        steps = [line for line in lines if line.startswith("sglang:spec_verify_steps_total")]
+        return by_position, sum(float(line.rsplit(" ", 1)[1]) for line in steps)
+
+    positions, steps = totals()
+    metas = [server.generate(chat(e.prompt), max_new_tokens=70)["meta_info"] for e in WORD]
+    after, steps_after = totals()
+    assert steps_after - steps == sum(meta["spec_verify_ct"] for meta in metas)
+    for p in range(1, 16):
+        counted = sum(meta["spec_accepted_per_position"][p - 1] for meta in metas)
+        assert after.get(str(p), 0) - positions.get(str(p), 0) == counted
+    for meta in metas:
+        accepted = meta["spec_num_correct_drafts"]
+        assert sum(meta["spec_accepted_per_position"]) == accepted
+        assert len(meta["spec_accepted_per_position"]) == 15
+        histogram = meta["spec_correct_drafts_histogram"]
+        assert sum(k * n for k, n in enumerate(histogram)) == accepted
+        assert sum(histogram) == meta["spec_verify_ct"]
+        in_last_step = meta["completion_tokens"] - 1 - accepted - meta["spec_verify_ct"]
+        assert in_last_step in (0, -1)  # -1: it ended on an accepted draft
+        assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
+
+
+def test_stream_with_usage(server, openai, reference):
+    """Chunks join to the whole answer; the last one holds the usage."""
+    messages = [{"role": "user", "content": WORD[0].prompt}]
+    options = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 80}
+    whole = openai.chat.completions.create(**options)
+    chunks = list(
+        openai.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    plain = OpenAI(base_url=f"{reference.url}/v1", api_key="none").chat.completions.create(
+        **options
+    )
+    assert whole.choices[0].message.content == plain.choices[0].message.content
+    assert whole.usage.completion_tokens == plain.usage.completion_tokens
+
+
+def test_several_answers(server, openai):
+    """n > 1: greedy answers are equal, sampled ones differ."""
+    messages = [{"role": "user", "content": "def main():"}]
+    for temperature, distinct in ((0, 1), (1.5, 3)):
+        answer = openai.chat.completions.create(
+            model="default", messages=messages, temperature=temperature, n=3, max_tokens=30
+        )
+        assert len({choice.message.content for choice in answer.choices}) == distinct
+
+
+def test_echo(server, openai):
+    prompt = data.code_prompts()[0].prompt
+    answer = openai.completions.create(
+        model="default", prompt=prompt, echo=True, temperature=0, max_tokens=8, logprobs=1
+    ).choices[0]
+    assert answer.text.startswith(prompt)
+    assert len(answer.logprobs.tokens) > 8
+
+
+def test_conversation_hits_the_cache(server, reference, openai):
+    """A second turn on a prefix hit says what the target says."""
+    messages = [{"role": "user", "content": WORD[1].prompt}]
+    plain = OpenAI(base_url=f"{reference.url}/v1", api_key="none")
+    for question in (WORD[2].prompt, WORD[3].prompt):
+        options = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 90}
+        ours = openai.chat.completions.create(**options).choices[0].message.content
+        assert ours == plain.chat.completions.create(**options).choices[0].message.content
+        messages = [
+            *messages,
+            {"role": "assistant", "content": ours},
+            {"role": "user", "content": question},
+        ]
+    text = chat(WORD[1].prompt)
+    server.generate(text)
+    assert server.generate(text)["meta_info"]["cached_tokens"] > 0
+
+
+def test_session(server, reference):
+    """A session continues its own history, as without speculation."""
+
+    def talk(client: Client) -> list[str]:
+        session = client.post("/open_session", {"capacity_of_str_len": 1000}).json()
+        rid, said = None, []
+        for text in (chat(WORD[0].prompt), "<|im_end|>\n" + chat(WORD[1].prompt)):
+            answer = client.generate(
+                text, session_params={"id": session, "rid": rid}, max_new_tokens=60
+            )
+            rid = answer["meta_info"]["id"]
+            said.append(answer["text"])
+        client.post("/close_session", {"session_id": session})
+        return said
+
+    assert talk(server) == talk(reference)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_continue(server, reference, mode):
+    """pause_generation in mid-answer changes nothing of the answer."""
+    prompt = data.code_prompts()[3].prompt
+    expected = reference.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
+    found: list[list[int]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(
+            server.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
+        )
+    )
+    thread.start()
+    time.sleep(0.4)
+    assert server.post("/pause_generation", {"mode": mode}).status_code == 200
+    time.sleep(0.5)
+    assert server.post("/continue_generation").status_code == 200
+    thread.join(timeout=120)
+    assert found == [expected]
+
+
+def test_priorities(server, reference):
+    """Requests of several priorities at once: each answer its own."""
+    prompts = [chat(example.prompt) for example in WORD]
+    expected = [reference.generate(prompt)["output_ids"] for prompt in prompts]
+    results: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        body = {
+            "text": prompts[i],
+            "priority": i,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 64},
+        }
+        results[i] = server.post("/generate", body).json()["output_ids"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(len(prompts))] == expected
+
+
+def test_bad_requests_are_refused(server, openai):
+    """HTTP 400 with a reason; the server goes on."""
+    with pytest.raises(BadRequestError):
+        openai.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": "x"}], temperature=-1
+        )
+    answer = server.post("/generate", {"text": "x", "return_hidden_states": True})
+    assert answer.status_code == 400
+    assert server.generate("x", max_new_tokens=2)["meta_info"]["completion_tokens"] == 2
+
+
+def test_sampled_answers_have_the_targets_distribution(server, reference):
+    """1,000 draws over HTTP of the second token (prefill draws the first), chi-square."""
+    prompt, first = "import ", None
+    logprobs = reference.generate(
+        prompt, max_new_tokens=1, temperature=0, return_logprob=True, top_logprobs_num=1
+    )
+    first = logprobs["output_ids"][0]
+    bias = {"logit_bias": {str(first): 0.0}}
+    ids = reference.generate(
+        prompt, max_new_tokens=1, **bias, return_logprob=True, logprob_start_len=0
+    )
+    tokens = [token for _, token, _ in ids["meta_info"]["input_token_logprobs"]] + [first]
+    answer = reference.generate(
+        tokens, max_new_tokens=1, temperature=1.0, return_logprob=True, top_logprobs_num=30
+    )
+    top = answer["meta_info"]["output_top_logprobs"][0]
+    likely = {token: torch.tensor(value).exp().item() for value, token, _ in top if value > -5}
+    counts = dict.fromkeys([*likely, None], 0)
+    # A regex forces the first token's text, so that the second is the first draw of a block.
+    text = reference.post("/detokenize", {"model": "default", "tokens": [first]})
+    forced = text.json()["text"] if text.status_code == 200 else None
+    if forced is None:
+        pytest.fail(text.text)
+    for _ in range(10):
+        many = server.generate_many(
+            [tokens[:-1]] * 100, max_new_tokens=2, temperature=1.0, ignore_eos=True
+        )
+        for one in many:
+            if one["output_ids"][0] == first:
+                token = one["output_ids"][1]
+                counts[token if token in likely else None] += 1
+    total = sum(counts.values())
+    assert total > 100
+    expected = [*likely.values(), 1 - sum(likely.values())]
+    observed = [counts[token] for token in [*likely, None]]
+    scaled = [e * total for e in expected]
+    assert chisquare(observed, scaled).pvalue > 0.001, json.dumps([observed, scaled])
