@@ -1,5 +1,7 @@
 # Every target sets itself up: a machine needs Python 3.11 or 3.12, make and git.
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+FITS := import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
+  $$python -c '$(FITS)' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -36,7 +38,7 @@ lock: $(READY)  ## resolve requirements.lock anew
 	  --extra dev --extra bench pyproject.toml --output-file requirements.lock
 
 $(READY): requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Python 3.11 or 3.12"'
+	@$(or $(PYTHON),false) -c '$(FITS)' || { echo 'Python 3.11 or 3.12 is needed: make PYTHON=...'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --requirement requirements.lock
