@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import requests
-import torch
 from openai import BadRequestError, OpenAI
 from scipy.stats import chisquare
+from tokenizers import Tokenizer
 
-from sglang_dflash.tiny import data
+from sglang_dflash.tiny import TARGET, data
 from test.server.conftest import Client, chat, running
 
+TOKENIZER = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
 WORD = data.held_out("word", 4, seed=9)
 
 
@@ -193,39 +195,27 @@ def test_bad_requests_are_refused(server, openai):
 
 
 def test_sampled_answers_have_the_targets_distribution(server, reference):
-    """1,000 draws over HTTP of the second token (prefill draws the first), chi-square."""
-    prompt, first = "import ", None
-    logprobs = reference.generate(
-        prompt, max_new_tokens=1, temperature=0, return_logprob=True, top_logprobs_num=1
-    )
-    first = logprobs["output_ids"][0]
-    bias = {"logit_bias": {str(first): 0.0}}
-    ids = reference.generate(
-        prompt, max_new_tokens=1, **bias, return_logprob=True, logprob_start_len=0
-    )
-    tokens = [token for _, token, _ in ids["meta_info"]["input_token_logprobs"]] + [first]
-    answer = reference.generate(
-        tokens, max_new_tokens=1, temperature=1.0, return_logprob=True, top_logprobs_num=30
-    )
-    top = answer["meta_info"]["output_top_logprobs"][0]
-    likely = {token: torch.tensor(value).exp().item() for value, token, _ in top if value > -5}
-    counts = dict.fromkeys([*likely, None], 0)
-    # A regex forces the first token's text, so that the second is the first draw of a block.
-    text = reference.post("/detokenize", {"model": "default", "tokens": [first]})
-    forced = text.json()["text"] if text.status_code == 200 else None
-    if forced is None:
-        pytest.fail(text.text)
-    for _ in range(10):
-        many = server.generate_many(
-            [tokens[:-1]] * 100, max_new_tokens=2, temperature=1.0, ignore_eos=True
+    """1,000 answers over HTTP: their second token, the first that a block draws, chi-square."""
+    prompt = "def _default_sysroot(cc):\n"
+    first = reference.generate(prompt, max_new_tokens=1)
+    begun = [*TOKENIZER.encode(prompt).ids, *first["output_ids"]]
+    likely = reference.generate(begun, max_new_tokens=1, return_logprob=True, top_logprobs_num=20)
+    top = likely["meta_info"]["output_top_logprobs"][0]
+    expected = {token: math.exp(logprob) for logprob, token, _ in top}
+
+    answers = [
+        answer["output_ids"]
+        for _ in range(10)
+        for answer in server.generate_many(
+            [prompt] * 100, max_new_tokens=2, temperature=1.0, ignore_eos=True
         )
-        for one in many:
-            if one["output_ids"][0] == first:
-                token = one["output_ids"][1]
-                counts[token if token in likely else None] += 1
-    total = sum(counts.values())
-    assert total > 100
-    expected = [*likely.values(), 1 - sum(likely.values())]
-    observed = [counts[token] for token in [*likely, None]]
-    scaled = [e * total for e in expected]
-    assert chisquare(observed, scaled).pvalue > 0.001, json.dumps([observed, scaled])
+    ]
+    counts = Counter(second for begin, second in answers if begin == first["output_ids"][0])
+    drawn = counts.total()
+    assert drawn > 950
+    tokens = [token for token, probability in expected.items() if probability * drawn >= 5]
+    observed = [counts[token] for token in tokens]
+    wanted = [expected[token] * drawn for token in tokens]
+    observed.append(drawn - sum(observed))
+    wanted.append(drawn - sum(wanted))
+    assert chisquare(observed, wanted).pvalue > 0.001, (observed, wanted)
