@@ -12,14 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import requests
 
 START_SECONDS = 600
-
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
 PORTS = range(20_000, 50_000)  # SGLang listens on this port + 10,000 as well
 
@@ -53,16 +53,16 @@ class Server:
         arguments: list[str],
         environment: Mapping[str, str] | None = None,
         waiting: Callable[[float], None] = lambda _: None,
+        command: Sequence[str] = LAUNCH,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         self._waiting = waiting
-        command = [sys.executable, "-m", "sglang.launch_server", *arguments]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                command,
+                [*command, *arguments, *listen],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
