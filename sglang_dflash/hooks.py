@@ -16,12 +16,22 @@ from sglang_dflash.model.vocabulary import logits_processor
 
 
 def validate_request(req: Any) -> str | None:
-    """REPLACE: the reason why a request cannot be served exactly, or None."""
-    if req.sampling_params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
+    """REPLACE: the reason why a request cannot be served exactly, or None.
+
+    Tokens outside the vocabulary end SGLang's scheduler by an index error.
+    """
+    params = req.sampling_params
+    if params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
         return (
             "min_p has no seeded draw in SGLang: leave min_p out, or serve without "
             "--enable-deterministic-inference."
         )
+    tokens = {"input_ids": req.origin_input_ids, "token_ids_logprob": req.logprob.token_ids_logprob}
+    if params.min_new_tokens > 0:
+        tokens["stop_token_ids"] = params.stop_token_ids
+    for field, ids in tokens.items():
+        if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
+            return f"{field} names a token outside the vocabulary, which has {req.vocab_size}."
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -12,6 +14,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedPresencePenalizer,
     BatchedRepetitionPenalizer,
 )
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
@@ -96,3 +99,18 @@ def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int)
         walked += 1
     if walked:
         grammar.rollback(walked)
+
+
+def run_custom_processors(logits: Tensor, info: SamplingBatchInfo, reqs: list[Req]) -> None:
+    """Let each request's own processor bend its row in place. logits: [B, V].
+
+    One call a request: SGLang's own processors assert that all rows they are given want the same.
+    User code that raises ends its request, not the scheduler.
+    """
+    for processor, mask in info.custom_logit_processor.values():
+        for row in mask.nonzero().flatten().tolist():
+            try:
+                logits[row] = processor(logits[row : row + 1].clone(), [info.custom_params[row]])[0]
+            except Exception as error:  # noqa: BLE001 - user code
+                reason = f"The custom logit processor failed: {error!r}"[:500]
+                reqs[row].to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST)

@@ -9,7 +9,6 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.sampler import (
     SGLANG_RETURN_ORIGINAL_LOGPROB,
     Sampler,
-    apply_custom_logit_processor,
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
@@ -18,7 +17,12 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from sglang_dflash.runtime.constraints import mask_by_grammar, penalties_of, recount
+from sglang_dflash.runtime.constraints import (
+    mask_by_grammar,
+    penalties_of,
+    recount,
+    run_custom_processors,
+)
 
 
 class TargetDraw:
@@ -57,9 +61,7 @@ class TargetDraw:
         if info.logit_bias is not None:
             by_row.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
-            first = by_row[:, 0].contiguous()
-            apply_custom_logit_processor(first, info)
-            by_row[:, 0] = first
+            run_custom_processors(by_row[:, 0], info, batch.reqs)
 
     def _draw(self, logits: Tensor, batch: ScheduleBatch, positions: Tensor) -> Tensor:
         info = batch.sampling_info

@@ -86,9 +86,11 @@ def running(
     with Server(arguments, {**STRICT, **(environment or {})}) as server:
         try:
             yield Client(server)
-        finally:
-            alive, log = server.alive, server.tail(60)
-        assert alive, log
+        except Exception as error:
+            if not server.alive:
+                raise AssertionError(server.tail(60)) from error
+            raise
+        assert server.alive, server.tail(60)
         assert "Scheduler hit an exception" not in server.log.read_text()
 
 

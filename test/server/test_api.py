@@ -189,8 +189,17 @@ def test_bad_requests_are_refused(server, openai):
         openai.chat.completions.create(
             model="default", messages=[{"role": "user", "content": "x"}], temperature=-1
         )
-    answer = server.post("/generate", {"text": "x", "return_hidden_states": True})
-    assert answer.status_code == 400
+    stops = {"min_new_tokens": 3, "stop_token_ids": [2048]}
+    for body in (
+        {"text": "x", "return_hidden_states": True},
+        {"input_ids": [5, 2048]},
+        {"input_ids": [5, -1]},
+        {"text": "x", "return_logprob": True, "token_ids_logprob": [7, 2048]},
+        {"text": "x", "sampling_params": stops},
+    ):
+        answer = server.post("/generate", body)
+        assert answer.status_code == 400, (body, answer.text)
+        assert answer.json()["error"]["message"]
     assert server.generate("x", max_new_tokens=2)["meta_info"]["completion_tokens"] == 2
 
 

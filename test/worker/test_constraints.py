@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import (
+    CustomLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
 
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
@@ -253,3 +256,29 @@ def test_hidden_states(target, draft, alone):
         assert len(req.hidden_states) == len(expected) == 20
         for got, want in zip(req.hidden_states, expected, strict=True):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
+
+
+class Raise(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        raise RuntimeError("no such thing")
+
+
+def test_custom_processors_in_company(target, draft):
+    """Requests of one processor with unlike parameters go together; one that raises ends alone."""
+    flags = {"enable_custom_logit_processor": True, "max_running_requests": 8}
+    bans = [{"token_ids": [token]} for token in (5, 121)]
+    processor = DisallowedTokensLogitsProcessor.to_str()
+
+    def options(params: dict) -> dict:
+        return N | {"custom_params": dict(params), "custom_logit_processor": processor}
+
+    ids = [prompt(260 + i, 12) for i in range(3)]
+    with InProcess(target, disable_radix_cache=True, **flags) as engine:
+        expected = [engine.generate(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
+    with InProcess(target, draft, **flags) as engine:
+        reqs = [engine.add(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
+        broken = engine.add(ids[2], **N, custom_logit_processor=Raise.to_str())
+        engine.run(*reqs, broken)
+    assert [list(req.output_ids) for req in reqs] == expected
+    assert broken.finished_reason.to_json()["status_code"] == 400
+    assert "no such thing" in broken.finished_reason.to_json()["message"]
