@@ -42,7 +42,8 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --requirement requirements.lock
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --editable .
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --editable . \
+	  --editable benchmark/builtin_cpu
 	touch $@
 
 clean:

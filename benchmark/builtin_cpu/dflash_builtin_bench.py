@@ -1,0 +1,127 @@
+"""What keeps SGLang's built-in DFLASH from running on CPU, replaced; accept lengths, simulated.
+
+Does nothing unless `SGLANG_PLUGINS` names `dflash_builtin_bench` and leaves `dflash` out. Each
+stand-in computes what it replaces in as few operations as a CPU can; docs/benchmarks.md lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    named = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")}
+    if "dflash_builtin_bench" not in named or "dflash" in named:
+        return
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def hook(target: str, kind: HookType, function: Any) -> None:
+        HookRegistry.register(f"sglang.srt.{target}", function, kind)
+
+    if not torch.accelerator.is_available():
+        hook("managers.tp_worker.TpModelWorker.__init__", HookType.BEFORE, draft_on_torch_native)
+        hook("models.dflash.DFlashDraftModel.forward", HookType.AROUND, in_model_dtype)
+        hook("speculative.spec_utils.assign_req_to_token_pool_func", HookType.REPLACE, assign_slots)
+        hook(
+            "speculative.dflash_utils.resolve_dflash_verify_mask_policy", HookType.REPLACE, no_mask
+        )
+        hook(
+            "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+            HookType.REPLACE,
+            all_gather_into_tensor,
+        )
+    hook("speculative.dflash_info.DFlashVerifyInput.verify", HookType.AFTER, count_acceptance)
+    if (accept_length := envs.SGLANG_SIMULATE_ACC_LEN.get()) > 0:
+        logger.warning("SIMULATED ACCEPTANCE of %s tokens a step.", accept_length)
+        simulated = SimulatedAcceptance(accept_length)
+        hook("speculative.dflash_info.DFlashVerifyInput.verify", HookType.BEFORE, simulated.plan)
+        hook(
+            "speculative.dflash_utils.compute_dflash_correct_drafts_and_bonus",
+            HookType.REPLACE,
+            simulated.correct_drafts_and_bonus,
+        )
+
+
+def draft_on_torch_native(*args: Any, **kwargs: Any) -> None:
+    """BEFORE `TpModelWorker.__init__`: the worker's list of draft backends lacks torch_native."""
+    if kwargs.get("is_draft_worker"):
+        kwargs["server_args"].attention_backend = "torch_native"  # the worker's own copy
+
+
+def in_model_dtype(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `DFlashDraftModel.forward`: off CUDA graphs, SGLang casts embeddings to bfloat16."""
+    kwargs["input_embeds"] = kwargs["input_embeds"].to(model.norm.weight.dtype)
+    return original(model, *args, **kwargs)
+
+
+def assign_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    batch_size: int,
+) -> None:
+    """REPLACE `assign_req_to_token_pool_func`: row i, columns start[i] to end[i], in order.
+
+    NumPy on the same memory: a tenth of the time that torch needs for a handful of numbers.
+    """
+    rows, start, end, table, slots = (
+        tensor.numpy()
+        for tensor in (req_pool_indices, start_offset, end_offset, req_to_token, out_cache_loc)
+    )
+    lengths = end - start
+    shift = start - (np.cumsum(lengths) - lengths)
+    columns = np.arange(len(slots)) + np.repeat(shift, lengths)
+    table[np.repeat(rows, lengths), columns] = slots
+
+
+def no_mask(attn_backend: Any) -> tuple[str, bool]:
+    """REPLACE `resolve_dflash_verify_mask_policy`: as with flashinfer and fa3, no mask is built."""
+    return type(attn_backend).__name__, False
+
+
+def all_gather_into_tensor(group: Any, output: Tensor, input: Tensor) -> None:
+    """REPLACE `GroupCoordinator.all_gather_into_tensor`: the registered op has no CPU kernel."""
+    torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+
+
+def count_acceptance(result: Any, verify_input: Any, *, batch: Any, **_: Any) -> None:
+    """AFTER `DFlashVerifyInput.verify`: the histogram that SGLang's other workers fill in."""
+    for req, correct in zip(batch.reqs, result[-1], strict=True):
+        req.update_spec_correct_drafts_histogram(correct)
+
+
+class SimulatedAcceptance:
+    """The same fixed sequence of accepted lengths that our worker honours."""
+
+    def __init__(self, accept_length: float) -> None:
+        self._accept_length = accept_length
+        self._commits: list[int] = []  # of the batch being verified
+
+    def plan(self, verify_input: Any, *, batch: Any, **_: Any) -> None:
+        """BEFORE `DFlashVerifyInput.verify`."""
+        from sglang_dflash.core.simulate import simulated_commit
+
+        assert batch.sampling_info.is_all_greedy, "simulated acceptance needs temperature 0"
+        self._commits = [
+            simulated_commit(req.spec_verify_ct, self._accept_length, verify_input.draft_token_num)
+            for req in batch.reqs
+        ]
+
+    def correct_drafts_and_bonus(
+        self, *, candidates: Tensor, target_predict: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """REPLACE `compute_dflash_correct_drafts_and_bonus`; both inputs are [B, N]."""
+        commits = torch.tensor(self._commits, device=target_predict.device)
+        bonus = target_predict.gather(1, commits[:, None] - 1)[:, 0]
+        return (commits - 1).int(), bonus.long()

@@ -1,0 +1,130 @@
+"""Markdown tables of a sweep, in the shape of the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmark.stats import median_and_spread
+
+ORDER = ("none", "ngram", "eagle3", "builtin", "ours")
+SHOWN = {"none": "no speculation", "builtin": "built-in DFLASH", "ours": "sglang-dflash"}
+CONFIGURATION = ("workload", "temperature", "block_size", "tp", "page_size", "attention_backend")
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Speed, latency and acceptance, a block of tables for every configuration."""
+    parts = [_heading(data)]
+    for configuration, points in groups(data["points"]):
+        parts += [f"### {title(configuration)}", _speed(points), _latency(points)]
+        parts.append(_acceptance(points))
+    parts += [
+        f"Left out: {', '.join(f'{k} {v}' for k, v in skipped.items() if v is not None)}."
+        for skipped in data["skipped"]
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def groups(points: list[dict[str, Any]]) -> Iterable[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    """Points by configuration, each sorted by concurrency and side."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for point in points:
+        found.setdefault(tuple(point[key] for key in CONFIGURATION), []).append(point)
+    for configuration, same in found.items():
+        yield configuration, sorted(same, key=lambda p: (p["concurrency"], sides(same)[p["side"]]))
+
+
+def sides(points: list[dict[str, Any]]) -> dict[str, int]:
+    """The sides that occur, in the order in which they are shown."""
+    present = {point["side"] for point in points}
+    return {
+        side: i for i, side in enumerate([*ORDER, *sorted(present - {*ORDER})]) if side in present
+    }
+
+
+def title(configuration: tuple[Any, ...]) -> str:
+    named = zip(CONFIGURATION[1:], configuration[1:], strict=True)
+    return ", ".join([str(configuration[0]), *(f"{k} {v}" for k, v in named if v is not None)])
+
+
+def speed(point: dict[str, Any]) -> float:
+    """Median output tokens a second."""
+    return median_and_spread([run["tok_s"] for run in point["repeats"]])[0]
+
+
+def by_concurrency(points: list[dict[str, Any]]) -> dict[int, dict[str, dict[str, Any]]]:
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for point in points:
+        found.setdefault(point["concurrency"], {})[point["side"]] = point
+    return found
+
+
+def _heading(data: dict[str, Any]) -> str:
+    hardware, versions, settings = data["hardware"], data["versions"], data["settings"]
+    machine = f"{hardware.get('gpu', hardware['cpu'])}, {hardware['cores']} cores"
+    text = (
+        f"{settings['pair']} pair, {settings['dtype']}, {settings['threads']} threads a server, "
+        f"{settings['max_tokens']} tokens at most, chat template {settings['chat_template']}; "
+        f"{machine}; SGLang {versions['sglang']}, commit {versions['commit']}. Median of "
+        f"{settings['repeats']} repeats, ± half of (max - min) / median."
+    )
+    if settings["simulate_accept_length"]:
+        length = settings["simulate_accept_length"]
+        return f"**SIMULATED acceptance of {length} tokens a step: answers mean nothing.** {text}"
+    return text
+
+
+def _table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _speed(points: list[dict[str, Any]]) -> str:
+    present = list(sides(points))
+    rows = []
+    for concurrency, at in by_concurrency(points).items():
+        row = [str(concurrency)]
+        for side in present:
+            row.append(_cell(at[side], at.get("none")) if side in at else "")
+        rows.append(row)
+    return _table(["output tok/s at concurrency", *(SHOWN.get(s, s) for s in present)], rows)
+
+
+def _cell(point: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    median, spread = median_and_spread([run["tok_s"] for run in point["repeats"]])
+    text = f"{median:.0f} ± {spread * 50:.0f}%"
+    if baseline is None or point["side"] == "none":
+        return text
+    return f"{text} ({median / speed(baseline):.2f}x)"
+
+
+def _latency(points: list[dict[str, Any]]) -> str:
+    keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+    header = [
+        "latency at concurrency",
+        "",
+        "first token p50 ms",
+        "p99",
+        "between tokens p50",
+        "p99",
+    ]
+    rows = (
+        [str(p["concurrency"]), SHOWN.get(p["side"], p["side"])]
+        + [f"{p['latency'][key]:.2f}" for key in keys]
+        for p in points
+    )
+    return _table(header, rows)
+
+
+def _acceptance(points: list[dict[str, Any]]) -> str:
+    """Of the last repeat at the lowest concurrency, every workload by itself."""
+    lowest = min(point["concurrency"] for point in points)
+    rows = []
+    for point in (p for p in points if p["concurrency"] == lowest):
+        for workload, found in point["repeats"][-1]["by_workload"].items():
+            right = found["accuracy"]
+            positions = " ".join(f"{share:.2f}" for share in found["per_position"])
+            judged = "" if right is None else f"{right:.3f}"
+            name = SHOWN.get(point["side"], point["side"])
+            rows.append([name, workload, f"{found['accept_length']:.2f}", judged, positions])
+    return _table(["", "workload", "accept length", "accuracy", "accepted by position"], rows)

@@ -1,0 +1,131 @@
+"""The sides of a comparison: how each server is started, and that none is left behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sglang_dflash.launch import Server, ServerFailed
+from sglang_dflash.tiny import DRAFT, TARGET
+
+TIMERS = "dflash_step_timers"
+PLUGINS = {"ours": ["dflash"], "builtin": ["dflash_builtin_bench"]}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server: its flags and its environment."""
+
+    name: str
+    flags: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Options that every side's server shares."""
+    dtype = "auto" if torch.cuda.is_available() else "float32"  # fp32: exact, and faster on CPU
+    parser.add_argument("--model", type=Path, default=TARGET)
+    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--eagle3", type=Path, help="draft of the side eagle3")
+    parser.add_argument("--dtype", default=dtype)
+    parser.add_argument("--max-total-tokens", type=int, default=65536, help="KV of each server")
+    parser.add_argument("--max-running-requests", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--server-flags", default="", help="more flags for every server")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def add_axes(parser: argparse.ArgumentParser, several: bool) -> None:
+    """What servers are compared at; `several` takes comma-separated lists."""
+
+    def axis(name: str, kind: type, default: object, note: str = "") -> None:
+        def values(text: str) -> list[object]:
+            return [kind(value) for value in text.split(",")]
+
+        parser.add_argument(
+            name,
+            type=values if several else kind,
+            default=[default] if several else default,
+            help=note,
+        )
+
+    axis("--block-size", int, None, "verify width; default: the checkpoint's")
+    axis("--tp", int, 1)
+    axis("--page-size", int, 1)
+    axis("--attention-backend", str, None)
+
+
+def make_side(
+    name: str,
+    args: argparse.Namespace,
+    accept_length: float = 0.0,
+    step_times: Path | None = None,
+) -> Side:
+    """`accept_length` > 0 simulates acceptance; `step_times` is where step timers write."""
+    flags = ["--model-path", str(args.model), "--dtype", args.dtype, "--sleep-on-idle"]
+    flags += ["--max-total-tokens", str(args.max_total_tokens)]
+    flags += ["--max-running-requests", str(args.max_running_requests)]
+    flags += ["--cuda-graph-max-bs", str(args.max_running_requests)]
+    flags += ["--page-size", str(args.page_size), "--tp", str(args.tp)]
+    flags += ["--random-seed", str(args.seed), *args.server_flags.split()]
+    if args.attention_backend:
+        flags += ["--attention-backend", args.attention_backend]
+    if name in PLUGINS:
+        flags += ["--speculative-algorithm", "DFLASH"]
+        flags += ["--speculative-draft-model-path", str(args.draft)]
+        if args.block_size:
+            flags += ["--speculative-dflash-block-size", str(args.block_size)]
+    if name == "ngram":
+        flags += ["--speculative-algorithm", "NGRAM"]
+    if name == "eagle3":
+        flags += ["--speculative-algorithm", "EAGLE3"]
+        flags += ["--speculative-draft-model-path", str(args.eagle3)]
+    plugins = PLUGINS.get(name, []) + ([] if torch.cuda.is_available() else ["dflash_cpu"])
+    environment = {"OMP_NUM_THREADS": str(max(1, args.threads // args.tp))}
+    if step_times is not None:
+        plugins = [*plugins, TIMERS]
+        environment["DFLASH_STEP_TIMES"] = str(step_times)
+    if accept_length and name in PLUGINS:
+        environment["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
+    environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
+    return Side(name, flags, environment)
+
+
+@contextlib.contextmanager
+def serving(
+    sides: list[Side], failed: Callable[[str, ServerFailed], None] | None = None
+) -> Iterator[dict[str, Server]]:
+    """All servers, started at the same time; ended however the block is left.
+
+    A side that does not start is told to `failed` and left out; without it, it ends the run.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for side in sides:
+            servers[side.name] = Server(side.flags, side.environment)
+            stack.callback(servers[side.name].stop)
+        for name, server in list(servers.items()):
+            try:
+                server.__enter__()
+            except ServerFailed as error:
+                if failed is None:
+                    raise
+                failed(name, error)
+                del servers[name]
+        yield servers
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends the run as Ctrl-C does, so that servers are ended, too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

@@ -1,0 +1,257 @@
+"""Speed-up, acceptance and accuracy, side by side: no speculation, the built-in DFLASH, and ours.
+
+All servers of a configuration are up at once and take turns on the same prompts. Whole answers give
+speed, acceptance and accuracy; a streamed pass gives latency. Results are written as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from rich.console import Console
+
+from benchmark import machine, report, workloads
+from benchmark.load import Answer, Settings, answer_all, stream_all
+from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
+from benchmark.stats import percentile
+from benchmark.workloads import Prompt
+from sglang_dflash.launch import ServerFailed
+from sglang_dflash.tiny import TARGET
+
+AXES = ("block_size", "tp", "page_size", "attention_backend")
+WARM_UP_PROMPTS = 8
+OPTIONAL = ("ngram", "eagle3")
+NO_SAMPLING = "off CUDA the built-in verifies by argmax, whatever the temperature"
+
+
+class Results:
+    """A JSON file that is whole after every point, and goes on where it stopped."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {
+            "settings": settings,
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
+            "points": [],
+            "skipped": [],
+        }
+        if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
+            self.data["points"] = before["points"]
+
+    def has(self, point: dict[str, Any]) -> bool:
+        return any(point.items() <= found.items() for found in self.data["points"])
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        self.data[key].append(row)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.data, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def acceptance(answers: list[Answer]) -> dict[str, Any]:
+    """accept_length, and per_position[p - 1]: share of steps that accepted position p's draft."""
+    steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
+    if not steps:
+        return {"accept_length": 1.0, "per_position": []}
+    accepted = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
+    histograms = [answer.meta.get("spec_correct_drafts_histogram", []) for answer in answers]
+    counts = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
+    per_position = [round(sum(counts[p:]) / steps, 4) for p in range(1, len(counts))]
+    return {"accept_length": round((accepted + steps) / steps, 4), "per_position": per_position}
+
+
+def accuracy(prompts: list[Prompt], answers: list[Answer]) -> float | None:
+    """Share of right answers, of those that can be judged."""
+    right = [p.is_right(a.text) for p, a in zip(prompts, answers, strict=True) if p.is_right]
+    return sum(right) / len(right) if right else None
+
+
+def timed_run(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, Any]:
+    """One repeat: whole answers to all prompts."""
+    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+    answers, seconds = answer_all(url, prompts, settings)
+    tokens = sum(answer.tokens for answer in answers)
+    row: dict[str, Any] = {
+        "tok_s": round(tokens / seconds, 2),
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+    }
+    row |= acceptance(answers) | {"accuracy": accuracy(prompts, answers), "by_workload": {}}
+    for name in sorted({prompt.workload for prompt in prompts}):
+        mine = [i for i, prompt in enumerate(prompts) if prompt.workload == name]
+        theirs = [answers[i] for i in mine]
+        row["by_workload"][name] = acceptance(theirs)
+        row["by_workload"][name]["accuracy"] = accuracy([prompts[i] for i in mine], theirs)
+    return row
+
+
+def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, float]:
+    """Time to first token, and between tokens (a chunk's gap is shared by its tokens), in ms."""
+    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+    answers = stream_all(url, prompts, settings)
+    times = {"ttft": [answer.first_s for answer in answers]}
+    times["itl"] = [gap for answer in answers for gap in answer.gaps]
+    return {
+        f"{name}_p{p}_ms": round(percentile(seconds, p) * 1e3, 3)
+        for name, seconds in times.items()
+        for p in (50, 99)
+    }
+
+
+def prompt_sets(args: argparse.Namespace) -> dict[str, list[Prompt]]:
+    """Prompts by name; `--mix` makes one set of all, in an order that the seed fixes."""
+    sets = dict(workloads.load(source, args.prompts, args.seed) for source in args.data)
+    if not args.mix:
+        return sets
+    mixed = list(itertools.chain(*sets.values()))
+    random.Random(args.seed).shuffle(mixed)
+    return {"+".join(sets): mixed}
+
+
+def configurations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One value of each server axis."""
+    for values in itertools.product(*(getattr(args, axis) for axis in AXES)):
+        yield dict(zip(AXES, values, strict=True))
+
+
+def measure_point(
+    args: argparse.Namespace,
+    urls: dict[str, str],
+    point: dict[str, Any],
+    prompts: list[Prompt],
+    results: Results,
+    rng: random.Random,
+) -> None:
+    """All repeats of all sides at one point, taking turns in an order that the seed shuffles."""
+    settings = Settings(
+        point["concurrency"], args.max_tokens, point["temperature"], args.chat_template
+    )
+    todo = [side for side in urls if not results.has(point | {"side": side})]
+    if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
+        todo.remove("builtin")
+        results.add("skipped", point | {"side": "builtin", "reason": NO_SAMPLING})
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in todo}
+    for _ in range(args.repeats):
+        for side in rng.sample(todo, len(todo)):
+            runs[side].append(timed_run(urls[side], prompts, settings))
+    for side in todo:
+        row = point | {"side": side, "repeats": runs[side]}
+        row["latency"] = latency(urls[side], prompts, settings)
+        results.add("points", row)
+
+
+def measure(args: argparse.Namespace, results: Results, console: Console) -> list[str]:
+    """The whole sweep; returns the sides that did not start and should have."""
+    given = dict(side.split("=", 1) for side in args.sides if "=" in side)
+    names = [side.partition("=")[0] for side in args.sides]
+    sets, rng = prompt_sets(args), random.Random(args.seed)
+    broken: list[str] = []
+
+    def failed(side: str, error: ServerFailed) -> None:
+        console.print(f"{side} does not start: {error}", markup=False)
+        results.add("skipped", axes | {"side": side, "reason": str(error).splitlines()[-1]})
+        if side not in OPTIONAL:
+            broken.append(side)
+
+    for axes in configurations(args):
+        points = [
+            axes | {"workload": workload, "concurrency": concurrency, "temperature": temperature}
+            for workload in sets
+            for concurrency in args.concurrency
+            for temperature in args.temperature
+        ]
+        todo = [
+            point
+            for point in points
+            if not all(results.has(point | {"side": name}) for name in names)
+        ]
+        if not todo:
+            continue
+        config = argparse.Namespace(**vars(args) | axes)
+        sides = [
+            make_side(name, config, args.simulate_accept_length)
+            for name in names
+            if name not in given
+        ]
+        console.print(f"Starting {', '.join(side.name for side in sides) or 'nothing'}: {axes}")
+        with serving(sides, failed) as servers:
+            urls = given | {name: server.url for name, server in servers.items()}
+            warm_up = Settings(WARM_UP_PROMPTS, args.max_tokens, 0.0, args.chat_template)
+            for url in urls.values():
+                for prompts in sets.values():
+                    answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
+            for number, point in enumerate(rng.sample(todo, len(todo)), start=1):
+                console.print(f"{number} of {len(todo)}: {point}")
+                measure_point(args, urls, point, sets[point["workload"]], results, rng)
+    return broken
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(prog="python -m benchmark.sweep", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; goes on where it stopped")
+    parser.add_argument(
+        "--sides",
+        type=names,
+        default=["none", "builtin", "ours"],
+        help="of none, builtin, ours, ngram, eagle3; NAME=URL takes a server that runs",
+    )
+    parser.add_argument(
+        "--data",
+        type=names,
+        default=["word", "json", "code"],
+        help="word, json, code (bundled), NAME=FILE.jsonl, or a public set's name",
+    )
+    parser.add_argument("--mix", action="store_true", help="all data sets as one load")
+    parser.add_argument("--prompts", type=int, default=64, help="of each data set")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--concurrency", type=lambda t: [int(c) for c in names(t)], default=[1, 2, 4, 8, 16, 32]
+    )
+    parser.add_argument("--temperature", type=lambda t: [float(x) for x in names(t)], default=[0.0])
+    parser.add_argument("--chat-template", type=json.loads, default={"enable_thinking": False})
+    parser.add_argument("--simulate-accept-length", type=float, default=0.0)
+    add_server_options(parser)
+    add_axes(parser, several=True)
+    return parser.parse_args(argv)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What must be equal for a file to be gone on with; paths are told by their last part."""
+    told = {key: value for key, value in vars(args).items() if key != "out"}
+    told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
+    return {key: v for key, v in told.items() if key not in ("model", "draft", "eagle3")}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    end_on_sigterm()
+    console = Console(stderr=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out, settings_of(args))
+    try:
+        status = 1 if measure(args, results, console) else 0
+    except KeyboardInterrupt:
+        console.print(f"Interrupted: what was measured is in {args.out}.")
+        status = 130
+    table = report.markdown(results.data)
+    args.out.with_suffix(".md").write_text(table)
+    print(table)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
