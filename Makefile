@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PAIR := sglang_dflash/tiny
 PORT ?= 30000
 
-.PHONY: demo serve test test-full check style lock bench clean
+.PHONY: demo serve test test-full check style lock bench results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -32,6 +32,14 @@ check: $(READY)  ## formatter, linter, type checker
 style: $(READY)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## the sweep in 5 minutes, its table last
+	rm -f build/bench.json
+	$(BIN)/python -m benchmark.sweep --mix --prompts 16 --per-slot 12 --concurrency 1,8,32 \
+	  --out build/bench.json
+
+results: $(READY)  ## the full sweep on this machine and its plots; goes on where it stopped
+	PYTHON=$(BIN)/python benchmark/results.sh
 
 lock: $(READY)  ## resolve requirements.lock anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \

@@ -21,6 +21,7 @@ class Settings:
     max_tokens: int
     temperature: float
     template: dict[str, Any]  # chat-template switches
+    ignore_eos: bool = False
 
 
 @dataclass
@@ -64,7 +65,8 @@ async def _all(
 
 async def _whole(client: AsyncOpenAI, prompt: Prompt, settings: Settings) -> Answer:
     if not prompt.chat:  # only the native endpoint tells about a raw prompt's acceptance
-        sampling = {"temperature": settings.temperature, "max_new_tokens": settings.max_tokens}
+        sampling: dict[str, Any] = {"temperature": settings.temperature}
+        sampling |= {"max_new_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         body = {"text": prompt.text, "sampling_params": sampling}
         url = str(client.base_url).removesuffix("v1/") + "generate"
         raw: Any = await client.post(url, body=body, cast_to=object)
@@ -97,19 +99,19 @@ async def _streamed(client: AsyncOpenAI, prompt: Prompt, settings: Settings) -> 
 
 
 def _chat(prompt: Prompt, settings: Settings, **extra: Any) -> dict[str, Any]:
-    return {
-        "model": "default",
-        "messages": [{"role": "user", "content": prompt.text}],
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "extra_body": {"chat_template_kwargs": settings.template, **extra},
-    }
+    messages = [{"role": "user", "content": prompt.text}]
+    extra = {"chat_template_kwargs": settings.template, **extra}
+    return {"messages": messages, **_common(settings, **extra)}
 
 
 def _raw(prompt: Prompt, settings: Settings) -> dict[str, Any]:
+    return {"prompt": prompt.text, **_common(settings)}
+
+
+def _common(settings: Settings, **extra: Any) -> dict[str, Any]:
     return {
         "model": "default",
-        "prompt": prompt.text,
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
+        "extra_body": {"ignore_eos": settings.ignore_eos, **extra},
     }

@@ -164,7 +164,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     end_on_sigterm()
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json, width=100)
     console.print(
         f"SIMULATED acceptance: {args.accept_length} tokens a step. {args.threads} threads."
     )

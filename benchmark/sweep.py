@@ -118,6 +118,10 @@ def prompt_sets(args: argparse.Namespace) -> dict[str, list[Prompt]]:
     return {"+".join(sets): mixed}
 
 
+def settings_at(args: argparse.Namespace, concurrency: int, temperature: float) -> Settings:
+    return Settings(concurrency, args.max_tokens, temperature, args.chat_template, args.ignore_eos)
+
+
 def configurations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One value of each server axis."""
     for values in itertools.product(*(getattr(args, axis) for axis in AXES)):
@@ -133,9 +137,9 @@ def measure_point(
     rng: random.Random,
 ) -> None:
     """All repeats of all sides at one point, taking turns in an order that the seed shuffles."""
-    settings = Settings(
-        point["concurrency"], args.max_tokens, point["temperature"], args.chat_template
-    )
+    settings = settings_at(args, point["concurrency"], point["temperature"])
+    if args.per_slot:
+        prompts = prompts[: args.per_slot * point["concurrency"]]
     todo = [side for side in urls if not results.has(point | {"side": side})]
     if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
         todo.remove("builtin")
@@ -186,7 +190,7 @@ def measure(args: argparse.Namespace, results: Results, console: Console) -> lis
         console.print(f"Starting {', '.join(side.name for side in sides) or 'nothing'}: {axes}")
         with serving(sides, failed) as servers:
             urls = given | {name: server.url for name, server in servers.items()}
-            warm_up = Settings(WARM_UP_PROMPTS, args.max_tokens, 0.0, args.chat_template)
+            warm_up = settings_at(args, WARM_UP_PROMPTS, 0.0)
             for url in urls.values():
                 for prompts in sets.values():
                     answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
@@ -216,7 +220,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--mix", action="store_true", help="all data sets as one load")
     parser.add_argument("--prompts", type=int, default=64, help="of each data set")
+    parser.add_argument(
+        "--per-slot", type=int, default=0, help="at most so many prompts times concurrency"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--ignore-eos", action="store_true", help="for random weights")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--concurrency", type=lambda t: [int(c) for c in names(t)], default=[1, 2, 4, 8, 16, 32]

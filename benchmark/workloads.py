@@ -94,7 +94,8 @@ def _prompt(name: str, row: dict[str, Any]) -> Prompt:
 
 
 def _answers(expected: str) -> Callable[[str], bool]:
-    wanted = _final(expected.rpartition("####")[2])
+    _, marked, number = expected.rpartition("####")
+    wanted = _final(number) if marked else expected.strip()
     return lambda text: _final(text) == wanted
 
 

@@ -1,0 +1,16 @@
+#!/bin/bash
+# The full sweep of the bundled pair on this machine, its plots beside it. Every file goes on where
+# it stopped; a file that is complete costs nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+out=${OUT:-benchmark/results}
+sweep() { "$python" -m benchmark.sweep --mix --out "$out/$1.json" "${@:2}"; }
+
+sweep concurrency --prompts 24 --per-slot 24
+sweep blocks --sides none,ours --block-size 4,8,12,16 --prompts 16 --concurrency 8 --repeats 2
+sweep temperature --sides none,ours --temperature 0.7 --prompts 16 --concurrency 1,8
+sweep pages --page-size 16 --prompts 16 --concurrency 1,8
+sweep tp2 --tp 2 --prompts 16 --concurrency 8 --repeats 2
+"$python" -m benchmark.step_cost --sides ours,builtin,none --out "$out/step_cost.json"
+"$python" -m benchmark.plot "$out"/*.json

@@ -1,0 +1,90 @@
+"""The distribution that lets the built-in run on CPU: inert unless named, exact where used."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import dflash_builtin_bench
+import dflash_step_timers
+import pytest
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_dflash.core.simulate import simulated_commit
+
+VERIFY = "sglang.srt.speculative.dflash_info.DFlashVerifyInput.verify"
+ASSIGN = "sglang.srt.speculative.spec_utils.assign_req_to_token_pool_func"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that an `install()` registers."""
+    names: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: names.append(target))
+    monkeypatch.delenv("SGLANG_SIMULATE_ACC_LEN", raising=False)
+    monkeypatch.delenv(dflash_step_timers.PATH, raising=False)
+    return names
+
+
+def test_both_are_found_by_sglang() -> None:
+    found = {e.name: e.load() for e in entry_points(group="sglang.srt.plugins")}
+    assert found["dflash_builtin_bench"] is dflash_builtin_bench.install
+    assert found["dflash_step_timers"] is dflash_step_timers.install
+
+
+@pytest.mark.parametrize(
+    "plugins", [None, "", "dflash_cpu", "dflash,dflash_cpu,dflash_builtin_bench"]
+)
+def test_inert_unless_named(
+    plugins: str | None, registered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+    dflash_builtin_bench.install()
+    dflash_step_timers.install()
+    assert registered == []
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_named_it_registers(
+    simulated: bool, registered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "dflash_cpu, dflash_builtin_bench")
+    if simulated:
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4.5")
+    dflash_builtin_bench.install()
+    assert registered.count(VERIFY) == 1 + simulated
+    assert (ASSIGN in registered) != torch.cuda.is_available()
+
+
+def test_slots_are_assigned_row_by_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, start = torch.tensor([3, 0, 5]), torch.tensor([2, 7, 0], dtype=torch.int32)
+    end = start + torch.tensor([4, 0, 6], dtype=torch.int32)
+    slots = torch.randperm(99, generator=generator)[:10]
+    table = torch.zeros(6, 12, dtype=torch.int32)
+    wanted, at = table.clone(), 0
+    for row, a, b in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        wanted[row, a:b] = slots[at : at + b - a].int()
+        at += b - a
+    dflash_builtin_bench.assign_slots(rows, table, start, end, slots, 3)
+    assert torch.equal(table, wanted)
+
+
+def test_simulation_is_the_sequence_of_our_worker() -> None:
+    steps = [0, 1, 7]
+    batch = SimpleNamespace(
+        sampling_info=SimpleNamespace(is_all_greedy=True),
+        reqs=[SimpleNamespace(spec_verify_ct=step) for step in steps],
+    )
+    simulated = dflash_builtin_bench.SimulatedAcceptance(4.5)
+    simulated.plan(SimpleNamespace(draft_token_num=8), batch=batch)
+    predicted = torch.arange(24).view(3, 8)
+    correct, bonus = simulated.correct_drafts_and_bonus(
+        candidates=predicted, target_predict=predicted
+    )
+    commits = [simulated_commit(step, 4.5, 8) for step in steps]
+    assert (correct + 1).tolist() == commits
+    assert bonus.tolist() == [8 * i + commit - 1 for i, commit in enumerate(commits)]

@@ -1,0 +1,96 @@
+"""The benchmark's commands with real servers and the bundled pair."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from benchmark import step_cost
+from benchmark.sides import make_side, serving
+from sglang_dflash.tiny import data
+from test.server.conftest import chat
+
+SMALL = ["--threads", "1", "--max-total-tokens", "8192"]
+TIMES = ("step", "host", "scheduler", "draft", "verify", "context_kv")
+
+
+def test_step_cost_splits_the_steps_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*SMALL, "--batches", "1,3", "--contexts", "64,4096", "--steps", "12", "--repeats", "1"]
+    assert step_cost.main([*small, "--accept-length", "4.5", "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
+    assert "SIMULATED" in captured.err
+    assert "SIMULATED" in result["versions"]["acceptance"]
+    assert set(result) == {"rows", "hardware", "versions"}
+    points = {(row["side"], row["batch"], row["context"]) for row in result["rows"]}
+    fitting = [(1, 64), (3, 64), (1, 4096)]
+    assert points == {(side, *point) for side in ("ours", "builtin") for point in fitting}
+    assert "Left out: batch 3 at context 4096" in captured.err
+    for row in result["rows"]:
+        assert set(row) == {
+            "side",
+            "batch",
+            "context",
+            "accept_length",
+            *(f"{t}_ms" for t in TIMES),
+        }
+        assert all(row[f"{part}_ms"] > 0 for part in TIMES)
+        parts = sum(row[f"{part}_ms"] for part in TIMES[1:])
+        assert parts == pytest.approx(row["step_ms"], rel=0.5)  # medians, on a busy machine
+        assert row["accept_length"] == pytest.approx(4.5, abs=1 / 12)
+
+
+def test_an_interrupted_sweep_keeps_its_points_and_leaves_no_server(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmark.sweep",
+        "--out",
+        str(out),
+        "--sides",
+        "ours",
+        *SMALL,
+    ]
+    command += ["--data", "word", "--prompts", "4", "--repeats", "1", "--concurrency", "1,2,4"]
+    command += ["--max-tokens", "512", "--ignore-eos"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while not out.exists():
+            assert run.poll() is None
+            time.sleep(0.02)
+        family = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(signal.SIGINT)
+        table, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    kept = json.loads(out.read_text())["points"]
+    assert 1 <= len(kept) < 3
+    assert "output tok/s at concurrency" in table
+    assert len(family) >= 3
+    assert not [process for process in family if process.is_running()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_builtin_answers_as_the_target_does(page_size: int, tp: int) -> None:
+    args = step_cost.parse([*SMALL, "--page-size", str(page_size), "--tp", str(tp)])
+    sides = [make_side("none", args), make_side("builtin", args)]
+    prompts = [chat(example.prompt) for example in data.held_out("word", 8, seed=2)]
+    with serving(sides) as servers:
+        said = {}
+        for name, server in servers.items():
+            body = {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 64}}
+            answers = requests.post(f"{server.url}/generate", json=body, timeout=600).json()
+            said[name] = [answer["output_ids"] for answer in answers]
+    assert said["builtin"] == said["none"]

@@ -1,0 +1,165 @@
+"""What the benchmark computes, without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark import dummy, plot, report, workloads
+from benchmark.load import Answer
+from benchmark.stats import median_and_spread, percentile
+from benchmark.step_cost import accept_length_of, split, tokens_of
+from benchmark.sweep import acceptance
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.fit import Target, misfits
+
+floats = st.lists(st.floats(0, 1e6), min_size=1, max_size=30)
+
+
+@given(floats, st.integers(0, 100))
+def test_percentile_is_numpys(values: list[float], p: int) -> None:
+    assert percentile(values, p) == pytest.approx(np.percentile(values, p))
+
+
+def test_spread_is_relative_to_the_median() -> None:
+    assert median_and_spread([90, 100, 120]) == (100, 0.3)
+
+
+def test_acceptance_by_position() -> None:
+    """Two requests, 4 steps: two accept 2 drafts, one accepts 1, one none."""
+    keys = ("spec_verify_ct", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
+    counts = [(3, 3, [1, 1, 1]), (1, 2, [0, 0, 1])]
+    metas = [dict(zip(keys, values, strict=True)) for values in counts]
+    found = acceptance([Answer("", 1, meta) for meta in metas])
+    assert found == {"accept_length": (5 + 4) / 4, "per_position": [0.75, 0.5]}
+    assert acceptance([Answer("", 9)]) == {"accept_length": 1.0, "per_position": []}
+    assert accept_length_of(metas) == (5 + 4) / 4
+
+
+def test_parts_of_a_step_add_up() -> None:
+    step = {"step_ms": 10.0, "worker_ms": 8.0, "draft_ms": 2.0, "verify_ms": 4.0}
+    parts = split(step | {"context_kv_ms": 1.0})
+    assert parts["host"] == 1.0
+    assert parts["scheduler"] == 2.0
+    overlapped = split(step | {"context_kv_ms": 3.0, "worker_ms": 1.0})
+    assert overlapped["host"] == 0.0
+    assert overlapped["scheduler"] == 1.0
+
+
+def test_a_request_ends_with_a_whole_step() -> None:
+    assert tokens_of(100, 6.36, 16) == pytest.approx(1 + 636, abs=1)
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["word", "json", "code"])
+def test_bundled_prompts_know_their_answers(kind: str) -> None:
+    name, prompts = workloads.load(kind, 3, seed=1)
+    assert (name, len(prompts)) == (kind, 3)
+    for prompt, example in zip(prompts, workloads.data.held_out(kind, 3, 1), strict=True):
+        if kind == "code":
+            assert prompt.is_right is None
+            assert not prompt.chat
+        else:
+            assert prompt.is_right(example.answer)
+            assert not prompt.is_right(example.answer[:-4])
+
+
+def test_jsonl_in_a_public_sets_fields(tmp_path: Path) -> None:
+    file = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": "How many?", "answer": "2 + 3 = 5\n#### 1,005"}, {"question": "Why?"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    name, (first, second) = workloads.load(f"gsm8k={file}", 8, seed=1)
+    assert name == "gsm8k"
+    assert first.text.startswith("How many?\nPlease reason")
+    assert first.is_right("so \\boxed{1005}.")
+    assert first.is_right("1 and then 1005")
+    assert not first.is_right("1005 and then 1")
+    assert second.is_right is None
+
+
+def test_jsonl_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    rows = [{"prompt": "p", "answer": "\\frac{1}{2}"}, {"turns": ["one", "two"]}, {"prompt": "r"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    _, (first, second) = workloads.load(f"own={file}", 2, seed=1)
+    assert (first.text, second.text) == ("p", "one")
+    assert first.is_right("it is \\boxed{\\frac{1}{2}}")
+    assert not first.is_right("it is \\boxed{\\frac{1}{3}}")
+    with pytest.raises(SystemExit, match="No workload"):
+        workloads.load("nothing", 1, seed=1)
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def point(side: str, concurrency: int, speeds: list[float]) -> dict[str, Any]:
+    shares = [] if side == "none" else [0.8, 0.5]
+    found = {"accept_length": 2.3, "per_position": shares, "accuracy": 0.75}
+    return {
+        **{"workload": "word", "temperature": 0.0, "block_size": None, "tp": 1, "page_size": 1},
+        **{"attention_backend": None, "side": side, "concurrency": concurrency},
+        "repeats": [{"tok_s": s, "by_workload": {"word": found}} for s in speeds],
+        "latency": {"ttft_p50_ms": 9.0, "ttft_p99_ms": 12.0, "itl_p50_ms": 2.0, "itl_p99_ms": 5.0},
+    }
+
+
+@pytest.fixture
+def sweep_file() -> dict[str, Any]:
+    points = [point("none", 1, [100, 110, 90]), point("ours", 1, [300, 330, 310])]
+    points += [point("none", 8, [400, 400, 400]), point("ours", 8, [800, 820, 780])]
+    settings = {"pair": "bundled", "dtype": "float32", "threads": 2, "max_tokens": 64}
+    settings |= {"chat_template": {}, "repeats": 3, "simulate_accept_length": 0.0}
+    return {
+        "settings": settings,
+        "hardware": {"cpu": "a CPU", "cores": 2},
+        "versions": {"sglang": "0.5.13.post1", "commit": "abc"},
+        "points": points,
+        "skipped": [{"side": "ngram", "reason": "needs a GPU"}],
+    }
+
+
+def test_table_shows_medians_and_speed_up(sweep_file: dict[str, Any]) -> None:
+    table = report.markdown(sweep_file)
+    assert "| 1 | 100 ± 10% | 310 ± 5% (3.10x) |" in table
+    assert "| 8 | 400 ± 0% | 800 ± 2% (2.00x) |" in table
+    assert "| sglang-dflash | word | 2.30 | 0.750 | 0.80 0.50 |" in table
+    assert "needs a GPU" in table
+    assert "SIMULATED" not in table
+    sweep_file["settings"]["simulate_accept_length"] = 6.36
+    assert report.markdown(sweep_file).startswith("**SIMULATED acceptance of 6.36")
+
+
+def test_plots_from_json_alone(sweep_file: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep_file))
+    row = {"side": "ours", "batch": 1, "context": 64} | {f"{part}_ms": 1.0 for part in plot.PARTS}
+    steps = {"rows": [row], "hardware": {}, "versions": {"acceptance": "SIMULATED: 6.36"}}
+    (tmp_path / "step.json").write_text(json.dumps(steps))
+    assert plot.main([str(tmp_path / "sweep.json"), str(tmp_path / "step.json")]) == 0
+    drawn = {file.stem for file in tmp_path.glob("*.png")}
+    assert drawn == {"sweep-speedup", "sweep-latency", "sweep-acceptance", "step-step"}
+    assert drawn == {file.stem for file in tmp_path.glob("*.svg")}
+    assert "SIMULATED" in (tmp_path / "step-step.svg").read_text()
+    assert all(file.stat().st_size > 2000 for file in tmp_path.glob("*.png"))
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def test_dummy_has_the_shape_of_qwen3_8b(tmp_path: Path) -> None:
+    assert dummy.main([str(tmp_path)]) == 0
+    draft = load_config(str(tmp_path / "draft"))
+    assert (draft.block_size, draft.num_layers, draft.mask_token_id) == (16, 5, 151669)
+    assert list(draft.target_layer_ids) == [1, 9, 17, 25, 33]
+    target = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert (target["num_hidden_layers"], target["hidden_size"]) == (36, 4096)
+    assert (target["vocab_size"], target["intermediate_size"]) == (151936, 12288)
+    shape = Target("target", 36, target["hidden_size"], target["vocab_size"])
+    assert misfits(draft, shape) == []
