@@ -73,7 +73,7 @@ def assign_slots(
 ) -> None:
     """REPLACE `assign_req_to_token_pool_func`: row i, columns start[i] to end[i], in order.
 
-    NumPy on the same memory: a tenth of the time that torch needs for a handful of numbers.
+    NumPy on the same memory: a third of the time that torch needs for a handful of numbers.
     """
     rows, start, end, table, slots = (
         tensor.numpy()
