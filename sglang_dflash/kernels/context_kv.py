@@ -1,33 +1,115 @@
-"""K norm, RoPE and the scatter of context K/V into every draft layer's pool."""
+"""K norm, RoPE and the scatter of context K/V into every draft layer's pool: kernel and twin."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Pools:
+    """The draft's KV pools: `layers` tensors [slots, heads, D] of one dtype, contiguous."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    addresses: Tensor  # [2, layers] int64 on the pools' device, K then V
+
+    @classmethod
+    def of(cls, k: list[Tensor], v: list[Tensor]) -> Pools:
+        assert all(pool.is_contiguous() and pool.dtype == k[0].dtype for pool in k + v)
+        addresses = [[pool.data_ptr() for pool in pools] for pools in (k, v)]
+        return cls(k, v, torch.tensor(addresses, dtype=torch.int64, device=k[0].device))
+
+
 def store_context_kv(
+    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+) -> None:
+    """Finish projected K/V of all layers and write them.
+
+    kv: [n, L, 2, heads, D], K then V, the pools' dtype; norm_weight: [L, D]; cos_sin: [n, L or 1,
+    D], cos then sin (rotate-half RoPE); slots: [n] int64. Norm and RoPE are float32 inside; each
+    rounds its result, as SGLang's kernels in the draft's own forward do.
+    """
+    write = launch_store if kv.is_cuda else store_in_torch
+    write(kv, norm_weight, eps, cos_sin, slots, pools)
+
+
+def store_in_torch(
+    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+) -> None:
+    """The twin of `launch_store`."""
+    k, v = kv.unbind(2)  # [n, L, heads, D]
+    k32 = k.float()
+    k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)
+    k32 = (k32 * norm_weight[:, None].float()).to(k.dtype).float()
+    cos, sin = cos_sin[:, :, None].float().chunk(2, dim=-1)  # [n, L or 1, 1, D/2]
+    first, second = k32.chunk(2, dim=-1)
+    k = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(k.dtype)
+    for layer, (k_pool, v_pool) in enumerate(zip(pools.k, pools.v, strict=True)):
+        k_pool[slots] = k[:, layer]
+        v_pool[slots] = v[:, layer]
+
+
+def launch_store(
+    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+) -> None:
+    """One program a token, layer and head. kv and cos_sin are made contiguous."""
+    n, layers, _, heads, dim = kv.shape
+    assert kv.dtype == pools.k[0].dtype
+    _store[(n, layers, heads)](
+        kv.contiguous(),
+        norm_weight,
+        eps,
+        cos_sin.contiguous(),
+        slots,
+        pools.addresses,
+        ropes=cos_sin.shape[1],
+        heads=heads,
+        dim=dim,
+        padded=triton.next_power_of_2(dim // 2),
+    )
+
+
+@triton.jit
+def _store(
     kv: Tensor,
     norm_weight: Tensor,
     eps: float,
     cos_sin: Tensor,
     slots: Tensor,
-    k_pools: list[Tensor],
-    v_pools: list[Tensor],
+    addresses: Tensor,
+    ropes: int,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    padded: tl.constexpr,
 ) -> None:
-    """Finish projected K/V of all layers and write them.
+    token, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    layers = tl.num_programs(1)
+    kind = kv.dtype.element_ty  # type: ignore[attr-defined]  # a pointer here
+    half = tl.arange(0, padded)
+    real = half < dim // 2
+    here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
+    there = tl.load(slots + token) * heads * dim + head * dim + half
 
-    kv: [n, L, 2, heads, D], K then V; norm_weight: [L, D]; cos_sin: [n, L or 1, D], cos then sin
-    (rotate-half RoPE); slots: [n] int64; pools: L tensors [slots, heads, D]. Rounding follows the
-    draft's own forward: norm in float32, rounded, then RoPE.
-    """
-    k, v = kv.unbind(2)  # [n, L, heads, D]
-    k32 = k.float()
-    k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)
-    k = (k32 * norm_weight[:, None].float()).to(k.dtype)
-    cos, sin = cos_sin[:, :, None].to(k.dtype).chunk(2, dim=-1)  # [n, L or 1, 1, D/2]
-    first, second = k.chunk(2, dim=-1)
-    k = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    for layer, (k_pool, v_pool) in enumerate(zip(k_pools, v_pools, strict=True)):
-        k_pool[slots] = k[:, layer].to(k_pool.dtype)
-        v_pool[slots] = v[:, layer].to(v_pool.dtype)
+    first = tl.load(here, real, 0.0).to(tl.float32)
+    second = tl.load(here + dim // 2, real, 0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / dim + eps)
+    weight = norm_weight + layer * dim + half
+    first = (first * scale * tl.load(weight, real, 0.0).to(tl.float32)).to(kind).to(tl.float32)
+    second *= scale * tl.load(weight + dim // 2, real, 0.0).to(tl.float32)
+    second = second.to(kind).to(tl.float32)
+    rope = cos_sin + (token * ropes + tl.minimum(layer, ropes - 1)) * dim + half
+    cos = tl.load(rope, real, 0.0).to(tl.float32)
+    sin = tl.load(rope + dim // 2, real, 0.0).to(tl.float32)
+    k_pool = tl.load(addresses + layer).to(tl.pointer_type(kind))
+    tl.store(k_pool + there, (first * cos - second * sin).to(kind), real)
+    tl.store(k_pool + there + dim // 2, (second * cos + first * sin).to(kind), real)
+
+    v_pool = tl.load(addresses + layers + layer).to(tl.pointer_type(kind))
+    values = here + heads * dim
+    tl.store(v_pool + there, tl.load(values, real), real)
+    tl.store(v_pool + there + dim // 2, tl.load(values + dim // 2, real), real)

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_dflash.kernels.context_kv import store_context_kv
+from sglang_dflash.kernels.context_kv import Pools, store_context_kv
 from sglang_dflash.model.draft import DFlashDraftModel
 
 ROW_CHUNK = 4096  # tokens of a prefill projected at once
@@ -30,8 +30,10 @@ class ContextKV:
         self._attention = attention
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
         self._eps = first.k_norm.variance_epsilon
-        self._k_pools = [pool.get_key_buffer(a.attn.layer_id) for a in attention]
-        self._v_pools = [pool.get_value_buffer(a.attn.layer_id) for a in attention]
+        self._pools = Pools.of(
+            [pool.get_key_buffer(a.attn.layer_id) for a in attention],
+            [pool.get_value_buffer(a.attn.layer_id) for a in attention],
+        )
         self._norm = torch.stack([a.k_norm.weight for a in attention])  # [L, D]
         self._one_rope = all(a.rotary_emb is first.rotary_emb for a in attention)
         projections = [a.qkv_proj for a in attention]
@@ -65,8 +67,7 @@ class ContextKV:
             self._eps,
             self._cos_sin(positions),
             slots,
-            self._k_pools,
-            self._v_pools,
+            self._pools,
         )
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
