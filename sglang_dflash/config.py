@@ -54,7 +54,7 @@ class DFlashConfig:
     attention: tuple[LayerAttention, ...]  # a layer each
     rope: tuple[Rope, ...]  # a layer each
 
-    embedding_scale: float = 1.0  # of block token embeddings
+    embedding_scale: float | None = None  # of raw token embeddings, None: as the target has them
     own_embedding: bool = False  # the checkpoint brings embed_tokens, else the target's serves
     draft_vocab_size: int | None = None  # rows of the checkpoint's own lm_head, None: the target's
     vocabulary_map: bool = False  # the checkpoint brings d2t
@@ -86,7 +86,7 @@ class DFlashConfig:
             "head_dim": self.head_dim,
             "rms_norm_eps": self.rms_norm_eps,
             "attention_bias": self.attention_bias,
-            "max_position_embeddings": self.max_position_embeddings,
+            "max_position_embeddings": 2**30,  # no bound: tables grow with the served length
             "rope_parameters": {"rope_theta": self.rope[0].theta, "rope_type": "default"},
             "dtype": "bfloat16",
         }

@@ -17,7 +17,6 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.utils import apply_qk_norm
@@ -27,12 +26,17 @@ from transformers import PretrainedConfig
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.model.loading import load
+from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary
 
 
 class DFlashAttention(nn.Module):
     def __init__(
-        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
+        self,
+        config: DFlashConfig,
+        layer_id: int,
+        rotary_emb: DraftRotary,
+        quant_config: QuantizationConfig | None,
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
@@ -57,14 +61,8 @@ class DFlashAttention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        rope, view = config.rope[layer_id], config.attention[layer_id]
-        self.rotary_emb = get_rope(
-            config.head_dim,
-            rotary_dim=config.head_dim,
-            max_position=config.max_position_embeddings,
-            base=rope.theta,
-            rope_scaling=rope.scaling,
-        )
+        self.rotary_emb = rotary_emb
+        view = config.attention[layer_id]
         num_heads = config.num_heads // tp_size
         self.attn = RadixAttention(
             num_heads,
@@ -118,11 +116,15 @@ class DFlashMLP(nn.Module):
 
 class DFlashLayer(nn.Module):
     def __init__(
-        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
+        self,
+        config: DFlashConfig,
+        layer_id: int,
+        rotary_emb: DraftRotary,
+        quant_config: QuantizationConfig | None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config, layer_id, quant_config)
+        self.self_attn = DFlashAttention(config, layer_id, rotary_emb, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DFlashMLP(config, layer_id, quant_config)
 
@@ -161,7 +163,8 @@ class DFlashDraftModel(nn.Module):
         self.config = config
         self.dflash = dflash = load_config(config.dflash_path)
         self.layers = nn.ModuleList(
-            DFlashLayer(dflash, i, quant_config) for i in range(dflash.num_layers)
+            DFlashLayer(dflash, i, rotary_emb, quant_config)
+            for i, rotary_emb in enumerate(rotary_embeddings(dflash))
         )
         self.norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
         self.fc = nn.Linear(
@@ -190,6 +193,9 @@ class DFlashDraftModel(nn.Module):
             getattr(self, "lm_head", None),
             getattr(self, "d2t", None),
         )
+        # The checkpoint's scale is of raw embeddings; Gemma's come scaled already.
+        scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
+        self._embedding_factor = 1.0 if scale is None else scale / float(own)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
@@ -217,8 +223,8 @@ class DFlashDraftModel(nn.Module):
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.vocabulary.embed(input_ids)
-        if self.dflash.embedding_scale != 1.0:
-            hidden = hidden * self.dflash.embedding_scale
+        if self._embedding_factor != 1.0:
+            hidden = hidden * self._embedding_factor
         if self.dflash.mask_embedding:
             is_mask = (input_ids == self.dflash.mask_token_id)[:, None]
             hidden = torch.where(is_mask, self.mask_embedding.to(hidden.dtype), hidden)

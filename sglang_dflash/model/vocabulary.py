@@ -23,6 +23,13 @@ def logits_processor(model: Any) -> LogitsProcessor:
     return getattr(model, "logits_processor", None) or language_model(model).logits_processor
 
 
+def token_embedding(model: Any) -> nn.Module:
+    """The target's module from token ids to embeddings; `get_input_embeddings` is no sure way."""
+    language = language_model(model)
+    found = getattr(getattr(language, "model", language), "embed_tokens", None)
+    return found if found is not None else model.get_input_embeddings()
+
+
 class Vocabulary:
     """Shared with the target by reference, but for what the checkpoint brings of its own.
 
@@ -32,7 +39,7 @@ class Vocabulary:
     def __init__(
         self,
         embedding: nn.Module,
-        lm_head: VocabParallelEmbedding,
+        lm_head: VocabParallelEmbedding | nn.Embedding,
         processor: LogitsProcessor,
         offsets: Tensor | None = None,
     ) -> None:
@@ -40,10 +47,14 @@ class Vocabulary:
         self.lm_head = lm_head
         self._processor = processor
         self._offsets = offsets  # [draft vocabulary] int64, target id - draft id
-        shard = lm_head.shard_indices
-        self._columns = shard.num_org_elements  # padding and added rows lie behind these
-        self._first_id = shard.org_vocab_start_index
         self._group = get_tp_group()
+        self._ranks = self._group.world_size
+        if isinstance(lm_head, nn.Embedding):  # Gemma's tied head: whole on every rank
+            self._columns, self._first_id, self._ranks = lm_head.num_embeddings, 0, 1
+        else:
+            shard = lm_head.shard_indices
+            self._columns = shard.num_org_elements  # padding and added rows lie behind these
+            self._first_id = shard.org_vocab_start_index
 
     @classmethod
     def of(
@@ -56,8 +67,8 @@ class Vocabulary:
         """The target's vocabulary, with the draft's own parts in their place."""
         language = language_model(target)
         head = lm_head or getattr(language, "lm_head", None) or getattr(target, "lm_head", None)
-        assert hasattr(head, "shard_indices"), f"{type(target).__name__} has no parallel LM head"
-        embedding = embedding or target.get_input_embeddings()
+        assert head is not None, f"{type(target).__name__} has no LM head"
+        embedding = token_embedding(target) if embedding is None else embedding
         return cls(embedding, head, logits_processor(target), offsets)
 
     def argmax(self, hidden: Tensor) -> Tensor:
@@ -72,7 +83,7 @@ class Vocabulary:
     def _argmax(self, hidden: Tensor) -> Tensor:
         logits = self._processor._compute_lm_head(hidden, self.lm_head)
         value, index = logits[:, : self._columns].max(dim=-1)
-        if self._group.world_size == 1:
+        if self._ranks == 1:
             return index
         # float32 holds ids below 2**24 exactly
         pair = torch.stack([value.float(), (index + self._first_id).float()], dim=1)  # [n, 2]

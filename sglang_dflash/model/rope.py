@@ -1,0 +1,58 @@
+"""Rotary embeddings of the draft, by Transformers' own tables and as long as is served."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from sglang_dflash.config import DFlashConfig, Rope
+
+
+class DraftRotary(RotaryEmbedding):
+    """SGLang's rotation over Transformers' tables, which drafts are trained on.
+
+    SGLang's own YaRN reads neither `attention_factor` nor `mscale`, and what it appends to the
+    tables of a scaled RoPE for a longer context is not scaled.
+    """
+
+    def __init__(self, config: DFlashConfig, rope: Rope) -> None:
+        described = Qwen3Config(
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": rope.theta}
+            | (rope.scaling or {}),
+        )
+        tables = Qwen3RotaryEmbedding(described)
+        self._frequencies = tables.inv_freq.float()  # [D / 2]
+        self._factor = tables.attention_scaling
+        dim, dtype = config.head_dim, torch.get_default_dtype()
+        super().__init__(dim, dim, config.max_position_embeddings, int(rope.theta), True, dtype)
+
+    cos_sin_cache: Tensor  # [positions, D]
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        return self._table(self.max_position_embeddings)
+
+    def _ensure_cos_sin_cache_length(self, needed_max_pos: int) -> None:
+        """Called by SGLang with the last position of the served length."""
+        old = self.cos_sin_cache
+        if needed_max_pos >= len(old):
+            self.cos_sin_cache = self._table(needed_max_pos + 1).to(old.device, old.dtype)
+
+    def _table(self, length: int) -> Tensor:
+        """[length, D] float32, cosines first."""
+        at = torch.arange(length, dtype=torch.float32, device=self._frequencies.device)
+        angles = torch.outer(at, self._frequencies)
+        return torch.cat([angles.cos(), angles.sin()], dim=1) * self._factor
+
+
+def rotary_embeddings(config: DFlashConfig) -> list[DraftRotary]:
+    """One a layer; layers with the same RoPE share theirs."""
+    distinct = {str(rope): rope for rope in config.rope}
+    made = {key: DraftRotary(config, rope) for key, rope in distinct.items()}
+    return [made[str(rope)] for rope in config.rope]

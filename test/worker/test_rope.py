@@ -1,0 +1,73 @@
+"""B12, B13: the draft's cos and sin are Transformers', at every position that is served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.model.rope import rotary_embeddings
+from sglang_dflash.tiny import TARGET
+from test import inprocess  # loads the plugin
+from test.checkpoints import draft_config, write_draft
+
+assert inprocess
+
+SERVED = 700
+THETA = {"rope_theta": 10_000.0}
+YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "default": THETA | {"rope_type": "default"},
+    "linear": THETA | {"rope_type": "linear", "factor": 2.0},
+    "llama3": THETA
+    | {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": YARN,
+    "yarn of Kimi": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0},
+    "yarn of gpt-oss": YARN | {"truncate": False},
+    "yarn, factor given": YARN | {"attention_factor": 0.5},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args():
+    set_global_server_args_for_scheduler(ServerArgs(model_path=str(TARGET)))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_tables(tmp_path, kind):
+    """Within `max_position_embeddings` (256) and beyond it."""
+    config = draft_config(rope_theta=None, rope_parameters=ROPES[kind], max_position_embeddings=256)
+    first, second = rotary_embeddings(load_config(write_draft(tmp_path, config, {})))
+    assert first is second
+    before = first.cos_sin_cache.clone()
+    first._ensure_cos_sin_cache_length(SERVED - 1)
+    reference = Qwen3RotaryEmbedding(
+        Qwen3Config(
+            head_dim=32,
+            hidden_size=128,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            rope_parameters=ROPES[kind],
+        )
+    )
+    cos, sin = reference(torch.zeros(1), torch.arange(SERVED)[None])
+    expected = torch.cat([cos[0, :, :16], sin[0, :, :16]], dim=1)
+    torch.testing.assert_close(first.cos_sin_cache, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(before, expected[:256], atol=1e-6, rtol=0)
+
+
+def test_layers_of_different_rope_have_their_own(tmp_path):
+    kinds = ["sliding_attention", "full_attention"]
+    ropes = {kind: THETA | {"rope_theta": 10.0**i} for i, kind in enumerate(kinds, start=3)}
+    config = draft_config(rope_parameters=ropes, layer_types=kinds, sliding_window=12)
+    first, second = rotary_embeddings(load_config(write_draft(tmp_path, config, {})))
+    assert not torch.equal(first.cos_sin_cache, second.cos_sin_cache)
