@@ -79,9 +79,11 @@ def capture_layers(original: Any, runner: Any) -> None:
     if ids[-1] == last or runner.server_args.enable_return_hidden_states:
         logits_processor(runner.model).dflash_append_final = True
     if captured := [i for i in ids if i < last]:
-        capture = getattr(runner.model, "set_dflash_layers_to_capture", None)
-        # EAGLE3's hook counts layers the same way in every class of this SGLang that has one.
-        (capture or runner.model.set_eagle3_layers_to_capture)(captured)
+        try:
+            runner.model.set_dflash_layers_to_capture(captured)
+        except AttributeError:  # no such hook; or Qwen3-VL's, whose text model lacks what it calls
+            # EAGLE3's counts layers the same way in every class of this SGLang that comes here.
+            runner.model.set_eagle3_layers_to_capture(captured)
     return None
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from sglang_dflash.checkpoint import load
+from sglang_dflash.checkpoint import hub, load
 from sglang_dflash.checkpoint.detect import read_json
-from sglang_dflash.checkpoint.fit import Problem, Target, defects, misfits
+from sglang_dflash.checkpoint.fit import FETCH_AGAIN, Problem, Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.config import DFlashConfig, LayerAttention, Rope
 from sglang_dflash.errors import Refusal
@@ -47,34 +45,35 @@ class Report:
         }
 
 
-def folder_of(name: str) -> Path:
-    """A local folder, or the one on the model hub that holds config.json."""
-    path = Path(name)
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/")):
-        return path
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise Refusal(f"{name!r} is neither a folder here nor on the model hub: {error}") from None
-
-
 def inspect(draft_name: str, target_name: str | None) -> Report:
     """Read and check; every refusal becomes a problem."""
     report = Report()
     try:
-        report.draft, report.tensors = load(folder_of(draft_name))
+        folder = hub.config_folder(draft_name)
+        report.draft, report.tensors = load(folder, hub.remote_headers(draft_name, folder))
         report.problems += defects(report.draft, report.tensors, report.draft.block_size)
+        if not report.tensors.known:
+            what = f"{folder} holds no safetensors file."
+            report.problems.append(Problem(what, "Fetch the draft again."))
         if target_name is not None:
-            _read_target(report, folder_of(target_name))
+            _read_target(report, target_name)
             assert report.target is not None
             report.problems += misfits(report.draft, report.target)
     except Refusal as refusal:
-        what, _, fix = str(refusal).partition(": ")
-        report.problems.append(Problem(what, fix or "Give another path."))
+        report.problems.append(_problem(str(refusal)))
     return report
 
 
-def _read_target(report: Report, folder: Path) -> None:
+def _problem(refusal: str) -> Problem:
+    """A refusal's sentence, cut where it begins to say what to do."""
+    what, fix = (*re.split(r"[:;] (?=(?:add|fetch|give|use|serve)\b)", refusal, maxsplit=1), "")[:2]
+    if not fix:
+        return Problem(what, FETCH_AGAIN)
+    return Problem(f"{what}.", fix[0].upper() + fix[1:])
+
+
+def _read_target(report: Report, name: str) -> None:
+    folder = hub.config_folder(name)
     raw = read_json(folder / "config.json")
     text = raw.get("text_config") or raw
     try:
@@ -86,9 +85,11 @@ def _read_target(report: Report, folder: Path) -> None:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(
-            f"{folder / 'config.json'} is no target's config: {error} is missing"
+            f"{folder / 'config.json'} is no target's config ({error} is missing); give the "
+            "folder of a target as --target."
         ) from None
-    report.target_parameters = read_headers(folder, str).parameters
+    headers = hub.remote_headers(name, folder) or read_headers(folder, str)
+    report.target_parameters = headers.parameters
     tokenizer = folder / "tokenizer.json"
     if report.draft is not None and tokenizer.is_file():
         report.mask_token = Tokenizer.from_file(str(tokenizer)).id_to_token(

@@ -32,6 +32,12 @@ DFLASH_HOOKS = (
         "a speculators checkpoint given as --model-path names its target inside",
     ),
     Hook(
+        "server_args.ServerArgs._handle_model_specific_adjustments",
+        "BEFORE",
+        "server_args:refuse_recurrent",
+        "SGLang's advice for recurrent-state targets is of another scheduler",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
+from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint import load, speculators
+from sglang_dflash.checkpoint import hub, load, speculators
 from sglang_dflash.checkpoint.detect import read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
@@ -50,15 +51,7 @@ REFUSED_FLAGS: tuple[tuple[str, tuple, str], ...] = (
 @lru_cache(maxsize=8)
 def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
     """Configuration and headers of a draft, a folder here or on the model hub, read once."""
-    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/")):
-        return load(path)
-    try:
-        file = hf_hub_download(path, "config.json", revision=revision)
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise Refusal(
-            f"The draft {path!r} is neither a folder here nor to be had from the model hub: {error}"
-        ) from None
-    return load(Path(file).parent)
+    return load(hub.draft_folder(path, revision))
 
 
 def _draft(server_args: ServerArgs) -> tuple[DFlashConfig, Tensors]:
@@ -81,24 +74,27 @@ def adopt_speculators(server_args: ServerArgs) -> None:
 
     It names its target inside and is the draft; explicit flags win.
     """
+    if (server_args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
+        return
     file = Path(server_args.model_path) / "config.json"
-    if not file.is_file() or server_args.speculative_algorithm not in (None, "DFLASH", "dflash"):
-        return
-    raw = read_json(file)
-    if not speculators.matches(raw):
-        return
-    verifier = speculators.verifier_of(raw)
-    if verifier is None:
-        raise Refusal(
-            f"{file} is a speculators draft that names no target: give the target as --model-path "
-            "and this folder as --speculative-draft-model-path."
+    raw = read_json(file) if file.is_file() else {}
+    if speculators.matches(raw):
+        verifier = speculators.verifier_of(raw)
+        if verifier is None:
+            raise Refusal(
+                f"{file} is a speculators draft that names no target: give the target as "
+                "--model-path and this folder as --speculative-draft-model-path."
+            )
+        server_args.speculative_algorithm = "DFLASH"
+        server_args.speculative_draft_model_path = (
+            server_args.speculative_draft_model_path or server_args.model_path
         )
-    server_args.speculative_algorithm = "DFLASH"
-    server_args.speculative_draft_model_path = (
-        server_args.speculative_draft_model_path or server_args.model_path
-    )
-    logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
-    server_args.model_path = verifier
+        logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
+        server_args.model_path = verifier
+    target = server_args.model_path
+    here = hub.is_id(target) or (Path(target) / "config.json").is_file()
+    if server_args.speculative_algorithm is not None and not here:
+        raise Refusal(f"The target {target} is no folder with config.json: give a target's path.")
 
 
 def handle_dflash(server_args: ServerArgs) -> None:
@@ -177,6 +173,8 @@ def _check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors)
     found = defects(draft, tensors, width)
     if found:
         raise Refusal(f"The draft {draft.path} cannot be served: " + " ".join(map(str, found)))
+    if not tensors.known and server_args.speculative_draft_load_format != "dummy":
+        raise Refusal(f"The draft {draft.path} holds no safetensors file: fetch the draft again.")
     method = (draft.quantization or {}).get("quant_method")
     if method is not None and server_args.device == "cpu":
         raise Refusal(
@@ -216,7 +214,33 @@ def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
         )
 
 
-RECURRENT = ("mamba", "linear_attention", "gdn", "recurrent")
+def refuse_recurrent(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs._handle_model_specific_adjustments`: targets that keep a state a request.
+
+    SGLang's own check there advises flags of another scheduler. The state after a verify is that of
+    the whole block; this release does not go back to the last accepted token's.
+    """
+    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+        return
+    model_config = server_args.get_model_config()
+    if not (_keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config)):
+        return
+    radix = (
+        "" if server_args.disable_radix_cache else ", nor does SGLang without --disable-radix-cache"
+    )
+    raise Refusal(
+        f"The target {server_args.model_path} keeps a recurrent state (Mamba, GDN or alike), and "
+        f"this release does not commit the right step's after a partial acceptance{radix}: serve "
+        "it without --speculative-algorithm DFLASH."
+    )
+
+
+def _keeps_state(config: Any) -> bool:
+    """SGLang's own sign of such targets: their config class counts the layers that keep a state."""
+    kind = type(config)
+    if hasattr(kind, "mamba_layer_ids"):  # Granite's and Nemotron's may count none
+        return bool(config.mamba_layer_ids)
+    return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
 
 
 def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
@@ -240,16 +264,19 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
             raise Refusal(
                 f"The draft's {count} {what} cannot be split over --tp {server_args.tp_size}."
             )
+    if server_args.device == "cpu" and model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(
+            f"The target {server_args.model_path} attends in a latent space (MLA), which is not "
+            "served on a CPU: use a GPU."
+        )
+    if server_args.device == "cpu" and (method := model_config.quantization) is not None:
+        raise Refusal(
+            f"The target {server_args.model_path} is quantised ({method}), which is not served on "
+            "a CPU: use its unquantised checkpoint."
+        )
     from sglang.srt.models.registry import ModelRegistry
 
     cls, name = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
-    layers = " ".join(map(str, getattr(text, "layer_types", None) or ()))
-    if any(word in layers or hasattr(text, f"{word}_d_state") for word in RECURRENT):
-        raise Refusal(
-            f"The target {server_args.model_path} keeps a recurrent state, whose right step this "
-            "release does not commit after a partial acceptance: serve it without "
-            "--speculative-algorithm DFLASH (SGLang's spec-v1 would need --disable-radix-cache)."
-        )
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
             f"The target class {name} hands out no hidden states (it has neither "

@@ -29,23 +29,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load(path: str | Path) -> tuple[DFlashConfig, Tensors]:
-    """Read a local checkpoint folder, configs and headers only; raises `Refusal`."""
+def format_of(raw: dict[str, Any], where: Path) -> str:
+    """The name in `FORMATS` of a config; raises `Refusal` for other methods and unknown ones."""
+    if other := other_method(raw):
+        raise Refusal(f"{where}: {other}")
+    for name, adapter in FORMATS.items():
+        if adapter.matches(raw):
+            return name
+    raise Refusal(
+        f"{where} is no DFlash draft that is read here: architectures {raw.get('architectures')}, "
+        f"model_type {raw.get('model_type')!r}; use one of the formats {', '.join(FORMATS)}."
+    )
+
+
+def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig, Tensors]:
+    """Read a local checkpoint folder, configs and headers only; raises `Refusal`.
+
+    `headers`: tensors by the checkpoint's names, where its files are not in the folder.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise Refusal(f"The draft {folder} is not a folder: give the path of a DFlash checkpoint.")
     raw = read_json(folder / "config.json")
-    if other := other_method(raw):
-        raise Refusal(f"{folder / 'config.json'}: {other}")
-    for name, adapter in FORMATS.items():
-        if adapter.matches(raw):
-            tensors = read_headers(folder, adapter.rename)
-            return adapter.read(raw, str(folder), name, tensors), tensors
-    raise Refusal(
-        f"{folder / 'config.json'} is no DFlash draft: architectures "
-        f"{raw.get('architectures')}, model_type {raw.get('model_type')!r}. Known formats: "
-        f"{', '.join(FORMATS)}."
-    )
+    name = format_of(raw, folder / "config.json")
+    adapter = FORMATS[name]
+    if headers is None:
+        tensors = read_headers(folder, adapter.rename)
+    else:
+        found = {adapter.rename(tensor): entry for tensor, entry in headers.found.items()}
+        tensors = Tensors(folder, found)
+    return adapter.read(raw, str(folder), name, tensors), tensors
 
 
 def load_config(path: str | Path) -> DFlashConfig:

@@ -28,6 +28,11 @@ class Fields:
             raise self.refuse(f"has {key} = {value!r}, which must be an object")
         return Fields(value, f"{self.where}: {key}")
 
+    def must_be(self, key: str, value: str) -> None:
+        """A field that is served with one value alone, where it is stated."""
+        if (stated := self.raw.get(key)) not in (None, value):
+            raise self.refuse(f"has {key} = {stated!r}; served is {value!r}")
+
     def optional_int(self, key: str) -> int | None:
         value = self.raw.get(key)
         if value is None:
@@ -57,9 +62,13 @@ class Fields:
         return value
 
     def number(self, key: str, default: float) -> float:
+        value = self.optional_number(key)
+        return default if value is None else value
+
+    def optional_number(self, key: str) -> float | None:
         value = self.raw.get(key)
         if value is None:
-            return default
+            return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.refuse(f"has {key} = {value!r}, which must be a number")
         return float(value)
@@ -76,11 +85,19 @@ class Fields:
             )
         return value
 
+    def window(self) -> int | None:
+        """`sliding_window`, None where absent or switched off by `use_sliding_window`."""
+        stated = self.optional_positive("sliding_window")
+        return stated if self.boolean("use_sliding_window", True) else None
+
     def layer_types(self, num_layers: int) -> list[str]:
-        """`layer_types`, full attention where absent."""
+        """`layer_types`; where absent Transformers' rule: layers slide from `max_window_layers`."""
         value = self.raw.get("layer_types")
         if value is None:
-            return [LAYER_TYPES[0]] * num_layers
+            slides = self.boolean("use_sliding_window", False) and self.window() is not None
+            first = self.optional_int("max_window_layers")
+            full = num_layers if not slides else 28 if first is None else first
+            return [LAYER_TYPES[i >= full] for i in range(num_layers)]
         if not isinstance(value, list) or len(value) != num_layers:
             raise self.refuse(f"has layer_types = {value!r}, which must name {num_layers} layers")
         if strange := sorted({str(v) for v in value if v not in LAYER_TYPES}):

@@ -14,7 +14,7 @@ def other_method(raw: dict[str, Any]) -> str | None:
     kind = str(raw.get("speculators_model_type", ""))
     projector = method.get("projector_type", raw.get("projector_type", "dflash"))
     name = f"{architectures} {kind} {raw.get('model_type', '')}".lower()
-    if any(key.startswith("selector_") or key.startswith("conv_") for key in keys):
+    if "dflash2" in name or any(key.startswith(("selector_", "conv_")) for key in keys):
         return (
             "This is a DFlash 2 checkpoint (candidate selector and convolutions), another method: "
             "use a DFlash draft of this target."
@@ -34,12 +34,15 @@ def other_method(raw: dict[str, Any]) -> str | None:
         return f"This checkpoint has projector_type {projector!r}, which is not DFlash."
     if "eagle" in name or "eagle_config" in keys:
         return (
-            "This is an EAGLE checkpoint: serve it with --speculative-algorithm EAGLE3, or use a "
-            "DFlash draft of this target."
+            "This is an EAGLE3 checkpoint (autoregressive drafts): serve it with "
+            "--speculative-algorithm EAGLE3, or use a DFlash draft of this target."
+            if "eagle3" in name
+            else "This is an EAGLE checkpoint (autoregressive drafts): serve it with "
+            "--speculative-algorithm EAGLE, or use a DFlash draft of this target."
         )
     if "mtp" in name or "nextn" in name:
         return (
-            "This is an MTP checkpoint: serve it with --speculative-algorithm NEXTN, or use a "
-            "DFlash draft of this target."
+            "This is an MTP checkpoint (prediction layers of the target): serve it with "
+            "--speculative-algorithm NEXTN, or use a DFlash draft of this target."
         )
     return None

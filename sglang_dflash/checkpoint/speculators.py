@@ -28,10 +28,11 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     mask = top.optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id")
+    body.must_be("hidden_act", "silu")
     hidden_size, heads = body.positive("hidden_size"), body.positive("num_attention_heads")
     num_layers = body.positive("num_hidden_layers")
     layer_types = body.layer_types(num_layers)
-    window = body.optional_positive("sliding_window")
+    window = body.window()
     if "sliding_attention" in layer_types and window is None:
         raise body.refuse("has sliding_attention layers but no sliding_window")
     causal = not top.boolean("sliding_window_non_causal", False)

@@ -10,7 +10,7 @@ from sglang_dflash.config import DFlashConfig, LayerAttention
 
 
 def matches(raw: dict[str, Any]) -> bool:
-    return "DFlashDraftModel" in (raw.get("architectures") or ()) or "dflash_config" in raw
+    return "DFlashDraftModel" in (raw.get("architectures") or ())
 
 
 def default_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -44,6 +44,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     block_size = either("block_size").optional_positive("block_size")
     if block_size is None:
         raise top.refuse("has no block_size; add the block size that the draft was trained with")
+    top.must_be("hidden_act", "silu")
     hidden_size, heads = top.positive("hidden_size"), top.positive("num_attention_heads")
     layer_types = top.layer_types(num_layers)
     return DFlashConfig(
@@ -67,7 +68,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         max_position_embeddings=top.positive("max_position_embeddings"),
         attention=_attention(top, method, layer_types),
         rope=top.rope(layer_types),
-        embedding_scale=either("input_embedding_scale").number("input_embedding_scale", 1.0),
+        embedding_scale=either("input_embedding_scale").optional_number("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=tensors.rows("lm_head.weight"),
         mask_embedding=tensors.has_file("mask_embedding.pt"),
@@ -83,8 +84,9 @@ def _attention(top: Fields, method: Fields, layer_types: list[str]) -> tuple[Lay
     stated = section.raw.get("causal" if section is method else "is_causal") is not None
     if method.boolean("use_swa", False):
         layer_types = ["sliding_attention"] * len(layer_types)
-    window = method.optional_positive("swa_window_size") or top.optional_positive("sliding_window")
-    if "sliding_attention" in layer_types and window is None:
+    window = method.optional_positive("swa_window_size") or top.window()
+    switched_off = not top.boolean("use_sliding_window", True)
+    if "sliding_attention" in layer_types and window is None and not switched_off:
         raise top.refuse("has sliding_attention layers but no sliding_window")
     return tuple(
         LayerAttention(causal=causal if stated else True, window=window)

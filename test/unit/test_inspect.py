@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,9 @@ OTHERS = {
     "DSpark": {"dflash_config": {"markov_order": 2}},
     "DSpark too": {"dflash_config": {"projector_type": "dspark"}},
     "Domino": {"dflash_config": {"projector_type": "domino"}},
-    "EAGLE": {"architectures": ["LlamaForCausalLMEagle3"]},
+    "DFlash 2 by its class": {"architectures": ["DFlash2DraftModel"]},
+    "EAGLE3": {"architectures": ["LlamaForCausalLMEagle3"]},
+    "EAGLE": {"architectures": ["LlamaForCausalLMEagle"]},
     "MTP": {"architectures": ["Qwen3NextForCausalLMMTP"]},
 }
 
@@ -79,8 +82,8 @@ def test_other_methods_are_named(tmp_path, capsys, method):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path), "--json"]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
-    assert method.removesuffix(" too") in problem["fix"]
-    assert "use" in problem["fix"]
+    assert re.sub(" (too|by its class)", "", method) in problem["what"]
+    assert "use a dflash draft" in problem["fix"].lower()
 
 
 def sharded(folder: Path) -> Path:

@@ -1,0 +1,120 @@
+"""Targets that cannot be served exactly, refused by name from their config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang.srt.configs as configs
+import transformers
+
+from sglang_dflash.errors import Refusal
+from test.checkpoints import HIDDEN, LAYERS, VOCAB, write_tokenizer
+from test.worker.test_refusals import arguments
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+LATENT = {
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+}
+KDA = {
+    "kda_layers": [1, 2, 3],
+    "full_attn_layers": [4],
+    "head_dim": 16,
+    "num_heads": 4,
+    "short_conv_kernel_size": 4,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+RECURRENT: dict[str, Any] = {
+    "Qwen3NextForCausalLM": lambda: configs.Qwen3NextConfig(**SIZES),
+    "Qwen3_5ForConditionalGeneration": lambda: configs.Qwen3_5Config(text_config=SIZES),
+    "Qwen3_5MoeForConditionalGeneration": lambda: configs.Qwen3_5MoeConfig(text_config=SIZES),
+    "FalconH1ForCausalLM": lambda: configs.FalconH1Config(**SIZES, mamba_d_ssm=64, **MAMBA),
+    "NemotronHForCausalLM": lambda: configs.NemotronHConfig(
+        **SIZES, hybrid_override_pattern="M*M*"
+    ),
+    "KimiLinearForCausalLM": lambda: configs.KimiLinearConfig(
+        **SIZES, **LATENT, linear_attn_config=KDA
+    ),
+    "Lfm2ForCausalLM": lambda: transformers.Lfm2Config(
+        **SIZES, layer_types=["conv", "full_attention"] * 2
+    ),
+    "GraniteMoeHybridForCausalLM": lambda: configs.GraniteMoeHybridConfig(
+        **SIZES, **MAMBA, layer_types=["mamba", "attention"] * 2
+    ),
+}
+
+
+def save(folder: Path, architecture: str, config: Any) -> str:
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+    return str(folder)
+
+
+@pytest.mark.parametrize("radix", [True, False], ids=["radix cache", "no radix cache"])
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_recurrent_state(draft, tmp_path, architecture, radix):
+    """B10: refused either way; under the radix cache SGLang's own condition is named, too."""
+    target = save(tmp_path, architecture, RECURRENT[architecture]())
+    with pytest.raises(Refusal, match="recurrent state") as caught:
+        arguments(target, draft, disable_radix_cache=not radix)
+    assert ("--disable-radix-cache" in str(caught.value)) == radix
+
+
+def test_a_hybrid_without_state_is_not_called_recurrent(draft, tmp_path):
+    """Granite 4's class, attention layers only: refused for what it lacks."""
+    config = configs.GraniteMoeHybridConfig(**SIZES, **MAMBA, layer_types=["attention"] * LAYERS)
+    with pytest.raises(Refusal, match="hands out no hidden states"):
+        arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
+
+
+def test_latent_attention_on_a_cpu(draft, tmp_path):
+    sizes = SIZES | LATENT | {"num_key_value_heads": 4, "head_dim": 48}
+    target = save(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
+    with pytest.raises(Refusal, match="MLA"):
+        arguments(target, draft)
+
+
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_targets_on_a_cpu(target, draft, tmp_path, method):
+    config = json.loads((Path(target) / "config.json").read_text())
+    config["quantization_config"] = QUANTISED[method]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refusal, match=method):
+        arguments(str(tmp_path), draft)
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_drafts_on_a_cpu(target, draft, tmp_path, method):
+    config = json.loads((Path(draft) / "config.json").read_text())
+    config["quantization_config"] = QUANTISED[method]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((Path(draft) / "model.safetensors").read_bytes())
+    with pytest.raises(Refusal, match=method):
+        arguments(target, str(tmp_path))
+
+
+def test_a_target_that_does_not_exist(draft, tmp_path):
+    with pytest.raises(Refusal, match=r"no folder with config\.json"):
+        arguments(str(tmp_path / "nowhere"), draft)
