@@ -23,6 +23,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.eplb import expert_location
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
@@ -35,13 +36,25 @@ _ids = itertools.count()
 def _forget_process_groups() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+    expert_location._global_expert_location_metadata = None
     gc.collect()
 
 
 class InProcess:
-    """Use as a context manager: SGLang holds its process groups in globals."""
+    """Use as a context manager: SGLang holds its process groups in globals.
 
-    def __init__(self, model_path: str, draft_path: str | None = None, **args: Any) -> None:
+    With `tp_size`, every rank is a process of its own that builds one of these with its `tp_rank`
+    and the `nccl_port` of all, and does what the others do.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        draft_path: str | None = None,
+        tp_rank: int = 0,
+        nccl_port: int | None = None,
+        **args: Any,
+    ) -> None:
         args.setdefault("dtype", "float32")
         args.setdefault("max_total_tokens", 4096)
         args.setdefault("max_running_requests", 8)
@@ -56,12 +69,14 @@ class InProcess:
         args.setdefault("disable_overlap_schedule", True)
         self.server_args = ServerArgs(model_path=model_path, **args)
         ports = PortArgs.init_new(self.server_args)
+        ports.nccl_port = nccl_port or ports.nccl_port
         self._sinks = zmq.Context()  # where a server's other processes would listen
         for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
             self._sinks.socket(zmq.PULL).bind(name)
-        configure_scheduler_process(self.server_args, 0, 0, 0, 0, 0, 0, None)
+        ranks = (0, tp_rank, 0, 0, 0, 0, None)
+        configure_scheduler_process(self.server_args, *ranks)
         try:
-            self.scheduler = Scheduler(self.server_args, ports, 0, 0, 0, 0, 0, 0, None)
+            self.scheduler = Scheduler(self.server_args, ports, *ranks)
         except BaseException:
             for context in [o for o in gc.get_objects() if isinstance(o, zmq.Context)]:
                 context.destroy(linger=0)
@@ -76,7 +91,9 @@ class InProcess:
 
     def __exit__(self, *_: object) -> None:
         self.scheduler.cur_batch = None  # the watchdog's sign that nothing runs
-        self.scheduler.ipc_channels.recv_from_tokenizer.context.destroy(linger=0)
+        inbox = self.scheduler.ipc_channels.recv_from_tokenizer
+        if isinstance(inbox, zmq.Socket):  # rank 0's
+            inbox.context.destroy(linger=0)
         self._sinks.destroy(linger=0)
         self.scheduler = self.worker = self.allocator = self.rows = None
         _forget_process_groups()

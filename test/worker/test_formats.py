@@ -7,6 +7,7 @@ to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from sglang_dflash.launch import free_port
 from test.checkpoints import BLOCK, HIDDEN, MASK, VOCAB, draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
@@ -38,6 +40,10 @@ LLAMA3 = {
     "rope_theta": 50_000.0,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+PLAIN = {"rope_theta": 10_000.0}
+KIMI = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+GPT_OSS = YARN | {"truncate": False, "attention_factor": 0.5}
+SHORT_YARN = YARN | {"original_max_position_embeddings": 8}
 
 
 def zlab(**changes: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
@@ -170,6 +176,65 @@ def prefixed():
     return config, {f"model.{k}": v for k, v in weights.items()}, semantics
 
 
+def served_beyond(parameters: dict[str, Any]):
+    """The draft states 32 positions, the test serves 100 and more."""
+    config, weights, semantics = with_rope(parameters, "rope_parameters")
+    config["max_position_embeddings"] = 32
+    return config, weights, replace(semantics, max_positions=32)
+
+
+def specforge():
+    """What SpecForge writes: the fields of Transformers' Qwen3Config, all of them."""
+    config, weights, semantics = zlab()
+    config |= {
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 3,
+        "dtype": "float32",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * 2,
+        "mask_token_id": MASK,
+        "max_window_layers": 2,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    return config, weights, semantics
+
+
+def window_switched_off():
+    """`use_sliding_window: false`: z-lab's sliding layers stay causal and see all context."""
+    config, weights, semantics = sliding_zlab(use_sliding_window=False)
+    return config, weights, replace(semantics, layers=[("full", None, True), ("full", None, False)])
+
+
+def sliding_by_depth():
+    """No `layer_types`: Transformers' rule, sliding from layer `max_window_layers` on."""
+    config, weights, semantics = zlab(
+        use_sliding_window=True, sliding_window=12, max_window_layers=1
+    )
+    return config, weights, replace(semantics, layers=[("full", None, False), ("zlab", 12, True)])
+
+
+def all_sliding():
+    """`use_swa` with a window of its own."""
+    config, weights, semantics = zlab(dflash_config={"use_swa": True, "swa_window_size": 10})
+    return config, weights, replace(semantics, layers=[("zlab", 10, True)] * 2)
+
+
+def last_layer():
+    config, weights, semantics = zlab(dflash_config={"target_layer_ids": [1, 3]})
+    return config, weights, replace(semantics, hidden_state_ids=[2, 4])
+
+
+def speculators_last_layer():
+    config, weights, semantics = speculators(aux_hidden_state_layer_ids=[2, 4])
+    return config, weights, replace(semantics, hidden_state_ids=[2, 4])
+
+
 def default_ids():
     config, weights, semantics = zlab(num_hidden_layers=2)
     del config["dflash_config"]["target_layer_ids"]
@@ -193,11 +258,22 @@ CASES = {
     "zlab yarn in rope_parameters": lambda: with_rope(YARN, "rope_parameters"),
     "zlab llama3": lambda: with_rope(LLAMA3, "rope_scaling"),
     "zlab linear": lambda: with_rope(LINEAR, "rope_parameters"),
+    "zlab yarn of Kimi": lambda: with_rope(KIMI, "type"),
+    "zlab yarn of gpt-oss": lambda: with_rope(GPT_OSS, "rope_scaling"),
     "zlab rope by layer type": per_type_rope,
+    "zlab beyond its positions": lambda: served_beyond({"rope_type": "default"} | PLAIN),
+    "zlab linear beyond its positions": lambda: served_beyond(LINEAR),
+    "zlab yarn beyond its positions": lambda: served_beyond(SHORT_YARN),
+    "zlab window switched off": window_switched_off,
+    "zlab sliding by depth": sliding_by_depth,
+    "zlab use_swa": all_sliding,
+    "zlab last layer": last_layer,
+    "SpecForge": specforge,
     "speculators": speculators,
     "speculators without embedding": lambda: speculators(own_embedding=False),
     "speculators draft vocabulary": lambda: speculators(draft_vocab=64),
     "speculators sample_from_anchor": lambda: from_anchor("speculators"),
+    "speculators last layer": speculators_last_layer,
     "speculators sliding": lambda: sliding_speculators(non_causal=False),
     "speculators sliding not causal": lambda: sliding_speculators(non_causal=True),
 }
@@ -236,6 +312,64 @@ def test_drafts_equal_the_reference(target, model, tmp_path, case, page):
     agreed = agreement(target, model, path, weights, semantics, page, tokens)
     assert len(agreed) > 10
     assert all(agreed)
+
+
+def drafts_of_rank(
+    rank: int, target: str, page: int, drafts: list[tuple[str, int]], results: Any
+) -> None:
+    """One of two processes that serve drafts (path, port) together: what its rank drafts."""
+    for path, port in drafts:
+        flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "page_size": page}
+        with InProcess(target, path, **flags) as engine:
+            results.put((path, rank, trace(engine, prompt(31, 40), 60)))
+
+
+def traces_of_two_ranks(target: str, page: int, paths: list[str]) -> dict[tuple[str, int], Any]:
+    """(path, rank) -> its trace."""
+    context = multiprocessing.get_context("spawn")
+    results, drafts = context.Queue(), [(path, free_port()) for path in paths]
+    ranks = [
+        context.Process(
+            target=drafts_of_rank, args=(rank, target, page, drafts, results), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = {}
+    try:
+        for _ in range(2 * len(paths)):
+            path, rank, steps = results.get(timeout=500)
+            found[path, rank] = steps
+    finally:
+        for process in ranks:
+            process.join(timeout=20)
+            process.kill()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "cases"),
+    [
+        (16, ["zlab", "speculators draft vocabulary"]),
+        pytest.param(16, list(CASES), marks=pytest.mark.full),
+        pytest.param(1, list(CASES), marks=pytest.mark.full),
+    ],
+    ids=["16-two", "16-all", "1-all"],
+)
+def test_two_ranks_draft_what_the_reference_drafts(target, model, tmp_path, page, cases):
+    """TP 2 on gloo: both ranks' draft tokens, step by step."""
+    made = {str(tmp_path / str(i)): CASES[case]() for i, case in enumerate(cases)}
+    for path, (config, weights, _) in made.items():
+        write(Path(path), config, weights)
+    traces = traces_of_two_ranks(target, page, list(made))
+    for path, (_, weights, semantics) in made.items():
+        assert traces[path, 0] == traces[path, 1]
+        assert len(traces[path, 0]) > 10
+        own = {k.removeprefix("model."): v for k, v in weights.items()}
+        for output, block in traces[path, 0]:
+            drafts = draft_block(model, semantics, own, prompt(31, 40) + output)
+            assert block[1:] == drafts
 
 
 MUTANTS = {

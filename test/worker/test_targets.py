@@ -1,0 +1,170 @@
+"""Targets: random small ones of every class that runs here, against Transformers and themselves.
+
+A class whose capture is off by one layer serves correct text all the same, with fewer accepted
+drafts. So the captured features are compared with Transformers' hidden states, and must differ from
+those of the neighbouring layers. docs/checkpoints.md says which classes are compared.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from test.checkpoints import (
+    EOS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    draft_config,
+    draft_weights,
+    write_draft,
+    write_tokenizer,
+)
+from test.inprocess import InProcess
+from test.worker.conftest import prompt
+
+LAYER_IDS = [0, 2, LAYERS - 1]  # the last one, too
+TABLE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+HEADS = {"head_dim": 32}  # not hidden_size / num_attention_heads
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+}
+
+TARGETS: dict[str, dict[str, Any]] = {  # SGLang's class -> what its config needs beyond SIZES
+    "LlamaForCausalLM": HEADS,
+    "MistralForCausalLM": HEADS | {"sliding_window": None},
+    "Phi3ForCausalLM": {"num_key_value_heads": 4},
+    "Qwen2ForCausalLM": {},
+    "Qwen2MoeForCausalLM": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+    "Qwen3ForCausalLM": HEADS,
+    "Qwen3MoeForCausalLM": HEADS | EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
+    "Gemma3ForCausalLM": HEADS
+    | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "initializer_range": 0.02},
+    "Glm4MoeForCausalLM": HEADS | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+VISION |= {"out_hidden_size": HIDDEN}
+IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part counts; only text is compared
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": SIZES | {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
+        "vision_config": VISION | {"fullatt_block_indexes": [0]},
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": SIZES
+        | HEADS
+        | {"rope_parameters": MROPE | {"mrope_section": [4, 6, 6], "mrope_interleaved": True}},
+        "vision_config": VISION | {"deepstack_visual_indexes": [0]},
+    },
+}
+ALWAYS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+
+
+def config_of(architecture: str) -> Any:
+    config_class = getattr(transformers, architecture).config_class
+    if architecture in TARGETS:
+        return config_class(**SIZES | TARGETS[architecture])
+    tokens = {name: VOCAB - 9 + i for i, name in enumerate(IMAGE_TOKENS)}
+    return config_class(**MULTIMODAL[architecture], **tokens, tie_word_embeddings=False)
+
+
+def write(folder: Path, architecture: str) -> Any:
+    """A random small target of this class; returns Transformers' model of it."""
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config_of(architecture)).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # Transformers starts them at 0 or 1
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+    if architecture in MULTIMODAL:
+        write_processor(folder, architecture.removesuffix("ForConditionalGeneration"))
+    return model
+
+
+def write_processor(folder: Path, family: str) -> None:
+    """SGLang reads one at start, though these tests send no images."""
+    video = "Qwen3VLVideoProcessor" if family == "Qwen3VL" else "Qwen2VLVideoProcessor"
+    getattr(transformers, f"{family}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        video_processor=getattr(transformers, video)(),
+    ).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        a if a in ALWAYS else pytest.param(a, marks=pytest.mark.full)
+        for a in (*TARGETS, *MULTIMODAL)
+    ],
+)
+def test_target(tmp_path, architecture):
+    """Greedy output as without speculation; features are hidden_states[k + 1], no other."""
+    model = write(tmp_path / "target", architecture)
+    config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
+    draft = write_draft(tmp_path / "draft", config, draft_weights(config))
+    ids, captured = prompt(3, 24), []
+    with InProcess(str(tmp_path / "target"), disable_radix_cache=True) as engine:
+        expected = engine.generate(ids, max_new_tokens=24, ignore_eos=True)
+    assert len(set(expected)) > 2
+    with InProcess(str(tmp_path / "target"), str(draft)) as engine:
+        write_kv = engine.worker.context_kv.write
+        engine.worker.context_kv.write = lambda features, at, slots: (
+            captured.append(features.clone()),
+            write_kv(features, at, slots),
+        )
+        assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    for feature, k in zip(captured[0].split(HIDDEN, dim=1), LAYER_IDS, strict=True):
+        torch.testing.assert_close(feature, states[k + 1][0], atol=1e-4, rtol=1e-5)
+        for neighbour in {k, k + 2} & set(range(LAYERS + 1)):
+            assert (feature - states[neighbour][0]).abs().max() > 1e-2
+
+
+def table() -> dict[str, str]:
+    """SGLang's target class -> 'compared' or 'read only', from docs/checkpoints.md."""
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\| (compared|read only)", TABLE.read_text(), re.MULTILINE)
+    return {name: state for names, state in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_the_table_names_every_target_class():
+    """Every class of this SGLang that hands out hidden states stands in the table, and no other."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    drafts = re.compile("NextN|MTP|Eagle|Assistant")  # models of other speculative methods
+    hooks = ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture")
+    able = {
+        name
+        for name, model in ModelRegistry.models.items()
+        if any(hasattr(model, hook) for hook in hooks) and not drafts.search(name)
+    }
+    assert set(table()) == able
+
+
+def test_the_table_is_held_to_the_tests():
+    compared = {name for name, state in table().items() if state == "compared"}
+    assert compared == {*TARGETS, *MULTIMODAL}
