@@ -1,0 +1,33 @@
+"""The table of overridden kit tests in docs/limits.md says what the code does, and why."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from test.server.kits import test_kits
+from test.server.kits.conftest import Kit
+
+LIMITS = Path(__file__).parents[3] / "docs" / "limits.md"
+
+
+def overrides() -> dict[str, str]:
+    """`Kit.test` -> reason, of every test or helper whose place is taken by one of ours."""
+    found = {}
+    for cls in vars(test_kits).values():
+        if not (isinstance(cls, type) and issubclass(cls, Kit)):
+            continue
+        for name, ours in vars(cls).items():
+            kits = [base for base in cls.__bases__ if hasattr(base, name)]
+            if inspect.isfunction(ours) and kits and getattr(kits[0], name) is not ours:
+                found[f"{kits[0].__name__}.{name}"] = ours.__doc__
+    return found
+
+
+def test_every_override_is_listed_with_its_reason():
+    section = LIMITS.read_text().split("## SGLang's kits\n")[1].split("\n## ")[0]
+    rows = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
+    assert {name.strip("`"): reason for name, reason in rows} == overrides()
+    assert len(overrides()) > 10
