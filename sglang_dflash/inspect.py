@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 
 from sglang_dflash.checkpoint import hub, load
 from sglang_dflash.checkpoint.detect import read_json
-from sglang_dflash.checkpoint.fit import FETCH_AGAIN, Problem, Target, defects, misfits
+from sglang_dflash.checkpoint.fit import FETCH_AGAIN, Problem, Target, defects, keeps_state, misfits
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.config import DFlashConfig, LayerAttention, Rope
 from sglang_dflash.errors import Refusal
@@ -31,16 +33,17 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """What could not be read is 0, the mask -1: fields keep their types."""
         draft = self.draft
         ids = draft.target_layer_ids if draft else ()
         return {
             "fits": not self.problems,
             "format": draft.format if draft else "unknown",
-            "block_size": draft.block_size if draft else None,
+            "block_size": draft.block_size if draft else 0,
             "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
-            "mask_token_id": draft.mask_token_id if draft else None,
-            "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else None,
-            "parameters": self.tensors.parameters if self.tensors else None,
+            "mask_token_id": draft.mask_token_id if draft else -1,
+            "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else 0,
+            "parameters": self.tensors.parameters if self.tensors else 0,
             "problems": [vars(problem) for problem in self.problems],
         }
 
@@ -48,20 +51,30 @@ class Report:
 def inspect(draft_name: str, target_name: str | None) -> Report:
     """Read and check; every refusal becomes a problem."""
     report = Report()
-    try:
+    with _noting(report):
         folder = hub.config_folder(draft_name)
-        report.draft, report.tensors = load(folder, hub.remote_headers(draft_name, folder))
-        report.problems += defects(report.draft, report.tensors, report.draft.block_size)
-        if not report.tensors.known:
-            what = f"{folder} holds no safetensors file."
-            report.problems.append(Problem(what, "Fetch the draft again."))
-        if target_name is not None:
+        with _noting(report):
+            report.draft, report.tensors = load(folder, hub.remote_headers(draft_name, folder))
+            report.problems += defects(report.draft, report.tensors, report.draft.block_size)
+            if not report.tensors.known:
+                report.problems.append(Problem(f"{folder} holds no safetensors file.", FETCH_AGAIN))
+        if report.problems and report.draft is None:  # broken weights hide no other problem
+            with contextlib.suppress(Refusal):
+                report.draft = load(folder, Tensors(folder))[0]
+    if target_name is not None:
+        with _noting(report):
             _read_target(report, target_name)
-            assert report.target is not None
-            report.problems += misfits(report.draft, report.target)
+    if report.draft is not None and report.target is not None:
+        report.problems += misfits(report.draft, report.target)
+    return report
+
+
+@contextlib.contextmanager
+def _noting(report: Report) -> Iterator[None]:
+    try:
+        yield
     except Refusal as refusal:
         report.problems.append(_problem(str(refusal)))
-    return report
 
 
 def _problem(refusal: str) -> Problem:
@@ -82,6 +95,7 @@ def _read_target(report: Report, name: str) -> None:
             num_layers=int(text["num_hidden_layers"]),
             hidden_size=int(text["hidden_size"]),
             vocab_size=int(text["vocab_size"]),
+            keeps_state=keeps_state(text),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(
@@ -114,7 +128,7 @@ def _ropes(ropes: tuple[Rope, ...]) -> str:
 def show(report: Report, console: Console) -> None:
     """The report for people."""
     draft = report.draft
-    if draft is not None and report.tensors is not None:
+    if draft is not None:
         table = Table(show_header=False)
         rows: dict[str, Any] = {
             "format": draft.format,
@@ -127,9 +141,10 @@ def show(report: Report, console: Console) -> None:
             "RoPE": _ropes(draft.rope),
             "attention": _views(draft.attention),
             "KV bytes a token": draft.kv_bytes_per_token(),
-            "parameters": f"{report.tensors.parameters:,}",
         }
-        if report.target_parameters:
+        if report.tensors is not None:
+            rows["parameters"] = f"{report.tensors.parameters:,}"
+        if report.tensors is not None and report.target_parameters:
             share = report.tensors.parameters / report.target_parameters
             rows["cost beside the target"] = f"{share:.1%} of its parameters"
         for name, value in rows.items():

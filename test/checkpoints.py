@@ -121,3 +121,41 @@ def write_draft(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) 
     (path / "config.json").write_text(json.dumps(config))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def speculators_draft(
+    draft_vocab: int = 64, **body_changes: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Nested config and extra tensors of the speculators library, for that target.
+
+    With `draft_vocab` of VOCAB the draft speaks the target's own vocabulary.
+    """
+    flat = draft_config()
+    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    keys += ("num_key_value_heads", "head_dim", "attention_bias", "rms_norm_eps")
+    body = {k: flat[k] for k in (*keys, "max_position_embeddings", "vocab_size")}
+    body |= {"model_type": "qwen3", "rope_parameters": {"rope_theta": 10_000.0}}
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": body | body_changes,
+        "draft_vocab_size": draft_vocab,
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": MASK,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "TARGET", "architectures": ["Qwen3ForCausalLM"]},
+        },
+    }
+    weights = draft_weights(flat)
+    rng = torch.Generator().manual_seed(3)
+    weights["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN, generator=rng)
+    if draft_vocab != VOCAB:
+        chosen = torch.randperm(VOCAB, generator=rng)[:draft_vocab].sort().values
+        weights["d2t"] = chosen - torch.arange(draft_vocab)
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter_(0, chosen, True)
+        weights["lm_head.weight"] = torch.randn(draft_vocab, HIDDEN, generator=rng)
+    return config, weights

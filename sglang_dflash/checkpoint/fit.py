@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_dflash.checkpoint.tensors import Tensors, faults
 from sglang_dflash.config import DFlashConfig
@@ -21,6 +22,20 @@ class Target:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    keeps_state: bool = False  # Mamba, GDN and alike
+
+
+STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
+STATE_FIELDS = ("linear_attn_config", "linear_num_value_heads", "mamba_d_ssm")
+
+
+def keeps_state(raw: dict[str, Any]) -> bool:
+    """Whether a target's (text) config.json describes layers with a recurrent state."""
+    kinds = {*(raw.get("layer_types") or ()), *(raw.get("layers_block_type") or ())}
+    if kinds:
+        return bool(kinds & STATE_LAYERS)
+    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H
+    return "M" in pattern or any(raw.get(name) is not None for name in STATE_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,9 @@ class Problem:
 def misfits(draft: DFlashConfig, target: Target) -> list[Problem]:
     """Everything that keeps this draft from serving this target; empty if it fits."""
     found = []
+    if target.keeps_state:
+        what = "The target keeps a recurrent state, whose right step is not committed after a "
+        found.append(Problem(f"{what}partial acceptance.", "Serve it without DFLASH."))
     if draft.target_hidden_size != target.hidden_size:
         what = f"The draft reads target features of hidden size {draft.target_hidden_size}, the "
         found.append(Problem(f"{what}target has {target.hidden_size}.", OTHER_DRAFT))

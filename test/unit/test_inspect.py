@@ -15,7 +15,13 @@ from sglang_dflash.checkpoint import load
 from sglang_dflash.cli import main
 from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny import DRAFT, TARGET
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import (
+    draft_config,
+    draft_weights,
+    speculators_draft,
+    write_draft,
+    write_target,
+)
 
 
 def test_json(capsys):
@@ -126,6 +132,92 @@ def test_wrong_dtype(tmp_path, capsys):
     assert main(["inspect", str(write_draft(tmp_path, config, weights)), "--json"]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
     assert "fc.weight has dtype I8" in problem["what"]
+
+
+def test_broken_weights_hide_no_other_problem(tmp_path, capsys):
+    draft = truncated(tmp_path)
+    assert main(["inspect", str(draft), "--target", str(TARGET), "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    found = " ".join(problem["what"] for problem in report["problems"])
+    assert "truncated" in found
+    assert "hidden size" in found
+    assert (report["format"], report["block_size"], report["parameters"]) == ("zlab", 8, 0)
+
+
+def test_a_draft_without_weights(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(draft_config()))
+    assert main(["inspect", str(tmp_path), "--json"]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert "no safetensors file" in problem["what"]
+
+
+RECURRENT = {
+    "Qwen 3 Next": {"linear_num_value_heads": 32},
+    "Qwen 3.5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "Nemotron H": {"hybrid_override_pattern": "M*M-"},
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_targets(tmp_path, capsys, family):
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 160}
+    target, fields = tmp_path / "target", RECURRENT[family]
+    target.mkdir()
+    text = sizes | fields.get("text_config", fields)
+    raw = {"text_config": text} if "text_config" in fields else text
+    (target / "config.json").write_text(json.dumps(raw))
+    config = draft_config()
+    draft = write_draft(tmp_path / "draft", config, draft_weights(config))
+    assert main(["inspect", str(draft), "--target", str(target), "--json"]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert "recurrent state" in problem["what"]
+
+
+JSON_TYPES = {
+    "fits": bool,
+    "format": str,
+    "block_size": int,
+    "target_layer_ids": dict,
+    "mask_token_id": int,
+    "kv_bytes_per_token": int,
+    "parameters": int,
+    "problems": list,
+}
+
+
+@pytest.mark.parametrize("what", ["sound", "broken", "missing"])
+def test_json_keeps_its_shape(tmp_path, capsys, what):
+    if what == "broken":
+        (tmp_path / "config.json").write_text("{")
+    main(
+        ["inspect", {"sound": str(DRAFT), "missing": "nowhere"}.get(what, str(tmp_path)), "--json"]
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert {name: type(value) for name, value in report.items()} == JSON_TYPES
+    assert set(report["target_layer_ids"]) == {"transformers", "sglang"}
+    assert all(problem.keys() == {"what", "fix"} for problem in report["problems"])
+    assert report["fits"] == (not report["problems"]) == (what == "sound")
+
+
+def test_every_row_for_people(tmp_path, capsys):
+    """A speculators draft with windows and a vocabulary of its own, beside its target."""
+    kinds = ["sliding_attention", "full_attention"]
+    config, weights = speculators_draft(layer_types=kinds, sliding_window=12)
+    draft = write_draft(tmp_path / "draft", config, weights)
+    target = write_target(tmp_path / "target")
+    assert main(["inspect", str(draft), "--target", str(target)]) == 0
+    out = capsys.readouterr().out
+    rows = (
+        "speculators",
+        "8 (7 drafts)",
+        "[1, 3]",
+        "[0, 2]",
+        "150 t150",
+        "64 of 160, mapped by d2t",
+    )
+    rows += ("theta 10000", "12", "causal", "512", "of its parameters", "fits")
+    for words in rows:
+        assert words in out
 
 
 def test_a_path_that_does_not_exist(capsys):

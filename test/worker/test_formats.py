@@ -6,7 +6,6 @@ to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3ForCausalLM
 
+from sglang_dflash.errors import Refusal
 from sglang_dflash.launch import free_port
-from test.checkpoints import BLOCK, HIDDEN, MASK, VOCAB, draft_config, draft_weights, write_draft
+from test.checkpoints import (
+    BLOCK,
+    HIDDEN,
+    MASK,
+    VOCAB,
+    draft_config,
+    draft_weights,
+    speculators_draft,
+    write_draft,
+)
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
 from test.worker.conftest import prompt
@@ -72,41 +82,15 @@ def with_rope(parameters: dict[str, Any], how: str):
 
 
 def speculators(
-    draft_vocab: int = VOCAB, own_embedding: bool = True, **changes: Any
+    draft_vocab: int = VOCAB,
+    own_embedding: bool = True,
+    body: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
-    """The nested config and extra tensors of the speculators library."""
-    flat = draft_config()
-    body_keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    body_keys += ("num_key_value_heads", "head_dim", "attention_bias", "rms_norm_eps")
-    body = {k: flat[k] for k in (*body_keys, "max_position_embeddings", "vocab_size")}
-    body |= {"model_type": "qwen3", "rope_parameters": {"rope_theta": 10_000.0}}
-    body |= changes.pop("body", {})
-    config = {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashSpeculator"],
-        "transformer_layer_config": body,
-        "draft_vocab_size": draft_vocab,
-        "block_size": BLOCK,
-        "aux_hidden_state_layer_ids": [1, 3],
-        "mask_token_id": MASK,
-        "speculators_config": {
-            "algorithm": "dflash",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "TARGET", "architectures": ["Qwen3ForCausalLM"]},
-        },
-    } | changes
-    weights = draft_weights(flat)
-    rng = torch.Generator().manual_seed(3)
-    if own_embedding:
-        weights["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN, generator=rng)
-    if draft_vocab != VOCAB:
-        chosen = torch.randperm(VOCAB, generator=rng)[:draft_vocab].sort().values
-        weights["d2t"] = chosen - torch.arange(draft_vocab)
-        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter_(0, chosen, True)
-        weights["lm_head.weight"] = torch.randn(draft_vocab, HIDDEN, generator=rng)
-    semantics = Semantics.of_zlab(flat, hidden_state_ids=[1, 3])
-    return config, weights, semantics
+    config, weights = speculators_draft(draft_vocab, **(body or {}))
+    if not own_embedding:
+        del weights["embed_tokens.weight"]
+    return config | changes, weights, Semantics.of_zlab(draft_config(), hidden_state_ids=[1, 3])
 
 
 def sliding_speculators(non_causal: bool, window: int = 12):
@@ -420,16 +404,30 @@ def test_a_dropped_map_is_refused_or_noticed(target, model, tmp_path):
 
 def test_speculators_as_model_path(target, tmp_path):
     """A speculators folder as --model-path serves the target that it names; flags win."""
-    from sglang.srt.server_args import ServerArgs
-
     config, weights, _ = speculators()
     config["speculators_config"]["verifier"]["name_or_path"] = target
-    path = str(write(tmp_path, config, weights))
+    path = str(write(tmp_path / "own", config, weights))
     found = ServerArgs(model_path=path)
     assert found.speculative_algorithm == "DFLASH"
     assert (found.model_path, found.speculative_draft_model_path) == (target, path)
     assert found.tokenizer_path == target
     assert found.speculative_num_draft_tokens == BLOCK
-    given = ServerArgs(model_path=path, speculative_num_draft_tokens=4)
-    assert given.speculative_num_draft_tokens == 4
-    assert json.loads((Path(path) / "config.json").read_text())["block_size"] == BLOCK
+    other = str(write(tmp_path / "other", *speculators(draft_vocab=64)[:2]))
+    flags = {
+        "speculative_draft_model_path": other,
+        "speculative_num_draft_tokens": 4,
+        "tokenizer_path": path,
+        "served_model_name": "mine",
+        "page_size": 16,
+    }
+    given = ServerArgs(model_path=path, **flags)
+    assert {name: getattr(given, name) for name in flags} == flags
+    assert given.model_path == target
+    assert ServerArgs(model_path=path, speculative_dflash_block_size=3).model_path == target
+
+
+def test_speculators_as_model_path_without_a_verifier(tmp_path):
+    config, weights, _ = speculators()
+    del config["speculators_config"]["verifier"]
+    with pytest.raises(Refusal, match="names no target"):
+        ServerArgs(model_path=str(write(tmp_path, config, weights)))

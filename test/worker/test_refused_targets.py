@@ -42,7 +42,7 @@ RECURRENT: dict[str, Any] = {
     "Qwen3NextForCausalLM": lambda: configs.Qwen3NextConfig(**SIZES),
     "Qwen3_5ForConditionalGeneration": lambda: configs.Qwen3_5Config(text_config=SIZES),
     "Qwen3_5MoeForConditionalGeneration": lambda: configs.Qwen3_5MoeConfig(text_config=SIZES),
-    "FalconH1ForCausalLM": lambda: configs.FalconH1Config(**SIZES, mamba_d_ssm=64, **MAMBA),
+    "FalconH1ForCausalLM": lambda: configs.FalconH1Config(**SIZES, mamba_d_ssm=128, **MAMBA),
     "NemotronHForCausalLM": lambda: configs.NemotronHConfig(
         **SIZES, hybrid_override_pattern="M*M*"
     ),
