@@ -33,6 +33,12 @@ class Answer:
     gaps: list[float] = field(default_factory=list)  # seconds a token after the first, streamed
 
 
+def accept_length(answers: list[Answer]) -> float:
+    """Tokens that a verify step commits; the first of an answer comes from prefill. Else 1."""
+    steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
+    return round(sum(answer.tokens - 1 for answer in answers) / steps, 4) if steps else 1.0
+
+
 def answer_all(url: str, prompts: list[Prompt], settings: Settings) -> tuple[list[Answer], float]:
     """Whole answers with meta_info, and the seconds that all took."""
     return asyncio.run(_all(url, prompts, settings, _whole))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmark import machine
+from benchmark.load import Answer, accept_length
 from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.launch import Server, ServerFailed
@@ -34,8 +35,8 @@ class Timed:
     def __init__(self, server: Server, times: Path) -> None:
         self._server, self._times = server, times
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict], list[dict]]:
-        """Decode a whole batch; returns the timed steps of it at full size, and meta_info."""
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict], float]:
+        """Decode a whole batch; returns its timed steps at full size, and the accept length."""
         begin = self._times.stat().st_size
         sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
         answer = requests.post(
@@ -48,7 +49,8 @@ class Timed:
             lines.seek(begin)
             steps = [json.loads(line) for line in lines if line.endswith("\n")]
         full = [step for step in steps if step["batch"] == len(prompts)]
-        return full[WARM_UP_STEPS:], [one["meta_info"] for one in answer.json()]
+        answers = [Answer("", new_tokens, one["meta_info"]) for one in answer.json()]
+        return full[WARM_UP_STEPS:], accept_length(answers)
 
 
 def split(step: dict[str, float]) -> dict[str, float]:
@@ -66,16 +68,6 @@ def split(step: dict[str, float]) -> dict[str, float]:
 def tokens_of(steps: int, accept_length: float, width: int) -> int:
     """What a request generates in prefill and `steps` steps of the simulated sequence."""
     return 1 + sum(simulated_commit(step, accept_length, width) for step in range(steps))
-
-
-def accept_length_of(infos: list[dict[str, Any]]) -> float:
-    """(accepted drafts + steps) / steps of a batch's answers; 1 without speculation."""
-    steps = sum(info.get("spec_verify_ct", 0) for info in infos)
-    return (
-        (sum(info.get("spec_num_correct_drafts", 0) for info in infos) + steps) / steps
-        if (steps)
-        else 1.0
-    )
 
 
 def points(args: argparse.Namespace, room: int, console: Console) -> list[tuple[int, int]]:
@@ -119,12 +111,11 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[list[dict[st
                     [rng.randrange(5, vocabulary) for _ in range(context)] for _ in range(batch)
                 ]
                 steps: dict[str, list[dict[str, float]]] = {side: [] for side in args.sides}
-                accepted = {}
+                accepted: dict[str, float] = {}
                 for _ in range(args.repeats):
                     for side in rng.sample(args.sides, len(args.sides)):
-                        found, infos = timed[side].run(prompts, new_tokens[side])
+                        found, accepted[side] = timed[side].run(prompts, new_tokens[side])
                         steps[side] += map(split, found)
-                        accepted[side] = accept_length_of(infos)
                 yield [
                     {"side": side, "batch": batch, "context": context}
                     | {f"{p}_ms": round(median(s[p] for s in steps[side]), 4) for p in PARTS}

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from benchmark import machine, report, workloads
-from benchmark.load import Answer, Settings, answer_all, stream_all
+from benchmark.load import Answer, Settings, accept_length, answer_all, stream_all
 from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
@@ -61,13 +61,10 @@ class Results:
 def acceptance(answers: list[Answer]) -> dict[str, Any]:
     """accept_length, and per_position[p - 1]: share of steps that accepted position p's draft."""
     steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
-    if not steps:
-        return {"accept_length": 1.0, "per_position": []}
-    accepted = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
     histograms = [answer.meta.get("spec_correct_drafts_histogram", []) for answer in answers]
     counts = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
     per_position = [round(sum(counts[p:]) / steps, 4) for p in range(1, len(counts))]
-    return {"accept_length": round((accepted + steps) / steps, 4), "per_position": per_position}
+    return {"accept_length": accept_length(answers), "per_position": per_position}
 
 
 def accuracy(prompts: list[Prompt], answers: list[Answer]) -> float | None:
@@ -234,7 +231,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     add_server_options(parser)
     add_axes(parser, several=True)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if "eagle3" in args.sides and args.eagle3 is None:
+        parser.error("the side eagle3 needs --eagle3 DRAFT")
+    return args
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmark import dummy, plot, report, workloads
 from benchmark.load import Answer
 from benchmark.stats import median_and_spread, percentile
-from benchmark.step_cost import accept_length_of, split, tokens_of
+from benchmark.step_cost import split, tokens_of
 from benchmark.sweep import acceptance
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, misfits
@@ -33,13 +33,11 @@ def test_spread_is_relative_to_the_median() -> None:
 
 def test_acceptance_by_position() -> None:
     """Two requests, 4 steps: two accept 2 drafts, one accepts 1, one none."""
-    keys = ("spec_verify_ct", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
-    counts = [(3, 3, [1, 1, 1]), (1, 2, [0, 0, 1])]
-    metas = [dict(zip(keys, values, strict=True)) for values in counts]
-    found = acceptance([Answer("", 1, meta) for meta in metas])
-    assert found == {"accept_length": (5 + 4) / 4, "per_position": [0.75, 0.5]}
+    first = {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 1, 1]}
+    second = {"spec_verify_ct": 1, "spec_correct_drafts_histogram": [0, 0, 1]}
+    found = acceptance([Answer("", 1 + 6, first), Answer("", 1 + 3, second)])
+    assert found == {"accept_length": 9 / 4, "per_position": [0.75, 0.5]}
     assert acceptance([Answer("", 9)]) == {"accept_length": 1.0, "per_position": []}
-    assert accept_length_of(metas) == (5 + 4) / 4
 
 
 def test_parts_of_a_step_add_up() -> None:
