@@ -32,6 +32,7 @@ def speed_up(ax: Axes, points: list[dict[str, Any]]) -> None:
         ratios = [report.speed(at[c][side]) / report.speed(at[c]["none"]) for c in shared]
         ax.plot(shared, ratios, "o-", **_style(side))
     ax.set_xscale("log", base=2)
+    ax.set_xticks(list(at), list(map(str, at)))
     ax.set(xlabel="concurrency", ylabel="speed-up")
 
 

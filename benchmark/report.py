@@ -30,7 +30,7 @@ def groups(points: list[dict[str, Any]]) -> Iterable[tuple[tuple[Any, ...], list
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for point in points:
         found.setdefault(tuple(point[key] for key in CONFIGURATION), []).append(point)
-    for configuration, same in found.items():
+    for configuration, same in sorted(found.items(), key=str):
         yield configuration, sorted(same, key=lambda p: (p["concurrency"], sides(same)[p["side"]]))
 
 

@@ -13,4 +13,4 @@ sweep temperature --sides none,ours --temperature 0.7 --prompts 16 --concurrency
 sweep pages --page-size 16 --prompts 16 --concurrency 1,8
 sweep tp2 --tp 2 --prompts 16 --concurrency 8 --repeats 2
 "$python" -m benchmark.step_cost --sides ours,builtin,none --out "$out/step_cost.json"
-"$python" -m benchmark.plot "$out"/*.json
+"$python" -m benchmark.plot "$out/concurrency.json" "$out/step_cost.json"

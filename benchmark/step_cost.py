@@ -75,14 +75,17 @@ def points(args: argparse.Namespace, room: int, console: Console) -> list[tuple[
     config = json.loads((args.model / "config.json").read_text())
     limit = config["max_position_embeddings"] - room
     fitting: list[tuple[int, int]] = []
-    left_out: list[tuple[int, int]] = []
     for context in args.contexts:
         for batch in args.batches:
-            fits = context <= limit and batch * (context + room) <= args.max_total_tokens
-            (fitting if fits else left_out).append((batch, context))
-    for batch, context in left_out:
-        reason = "--max-total-tokens" if context <= limit else "the model's context length"
-        console.print(f"Left out: batch {batch} at context {context}, past {reason}.")
+            bounds = {
+                "the model's context length": context > limit,
+                "--max-total-tokens": batch * (context + room) > args.max_total_tokens,
+                "--max-running-requests": batch > args.max_running_requests,
+            }
+            if past := [bound for bound, is_past in bounds.items() if is_past]:
+                console.print(f"Left out: batch {batch} at context {context}, past {past[0]}.")
+            else:
+                fitting.append((batch, context))
     return fitting
 
 

@@ -153,8 +153,8 @@ def measure_point(
 
 def measure(args: argparse.Namespace, results: Results, console: Console) -> list[str]:
     """The whole sweep; returns the sides that did not start and should have."""
-    given = dict(side.split("=", 1) for side in args.sides if "=" in side)
-    names = [side.partition("=")[0] for side in args.sides]
+    given = dict(side.split("=", 1) for side in args.base_url)
+    names = list(dict.fromkeys([*args.sides, *given]))
     sets, rng = prompt_sets(args), random.Random(args.seed)
     broken: list[str] = []
 
@@ -207,7 +207,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sides",
         type=names,
         default=["none", "builtin", "ours"],
-        help="of none, builtin, ours, ngram, eagle3; NAME=URL takes a server that runs",
+        help="of none, builtin, ours, ngram, eagle3",
+    )
+    parser.add_argument(
+        "--base-url", action="append", default=[], metavar="SIDE=URL", help="a server that runs"
     )
     parser.add_argument(
         "--data",
