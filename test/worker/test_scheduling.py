@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from safetensors.torch import load_file
 
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
@@ -120,6 +121,7 @@ def test_requests_that_do_not_speculate(target, draft, alone):
         (prompt(70, 20), {"max_new_tokens": 50, "ignore_eos": True}),
         (prompt(71, 20), {"max_new_tokens": 1, "ignore_eos": True}),
         (prompt(72, 1), {"max_new_tokens": 2, "ignore_eos": True}),
+        (prompt(73, 9), {"max_new_tokens": 0}),
     ]
     expected = alone(asked)
     with InProcess(target, draft) as engine:
@@ -127,7 +129,22 @@ def test_requests_that_do_not_speculate(target, draft, alone):
         reqs = forced_requests(engine, forced, asked, expected)
         engine.run(*reqs)
         assert [facts(req) for req in reqs] == expected
-        assert [req.spec_verify_ct for req in reqs][1:] == [0, 1]
+        assert [req.spec_verify_ct for req in reqs][1:] == [0, 1, 0]
+
+
+def test_input_embeds(target, draft):
+    """A prompt of embeddings, which SGLang serves without a radix cache."""
+    table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
+    ids = prompt(74, 20)
+    options = {"max_new_tokens": 40, "ignore_eos": True, "input_embeds": table[ids].tolist()}
+    answers = []
+    for path in (None, draft):
+        # SGLang turns embeddings into bf16
+        with InProcess(target, path, dtype="bfloat16", disable_radix_cache=True) as engine:
+            plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
+            answers.append((plain, engine.generate([5] * len(ids), **options)))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][1]
 
 
 def test_counters_of_a_forced_pattern(target, draft, alone):
