@@ -21,15 +21,17 @@ import requests
 START_SECONDS = 600
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
-PORTS = range(20_000, 50_000)  # SGLang listens on this port + 10,000 as well
+SECOND_PORT = 10_000  # SGLang listens there as well, counted from the first
+PORTS = range(12_000, 22_000)  # both lie below the ports that outgoing connections are given
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    """A TCP port on 127.0.0.1 that is free now, and so is its second port."""
     while True:
         port = random.choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + SECOND_PORT))
             return port
 
 
