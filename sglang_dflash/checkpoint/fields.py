@@ -62,16 +62,21 @@ class Fields:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self.optional_number(key)
-        return default if value is None else value
-
-    def optional_number(self, key: str) -> float | None:
         value = self.raw.get(key)
         if value is None:
-            return None
+            return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.refuse(f"has {key} = {value!r}, which must be a number")
         return float(value)
+
+    def positive_number(self, key: str) -> float | None:
+        """None where absent."""
+        if self.raw.get(key) is None:
+            return None
+        value = self.number(key, 0.0)
+        if not 0 < value < float("inf"):
+            raise self.refuse(f"has {key} = {value}, which must be positive")
+        return value
 
     def optional_ints(self, key: str) -> list[int] | None:
         """Strictly ascending non-negative ids."""

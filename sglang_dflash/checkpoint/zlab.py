@@ -8,6 +8,9 @@ from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.config import DFlashConfig, LayerAttention
 
+# The first two do not move the largest logit while they are positive, and drafts are argmax.
+POSITIVE = ("final_logit_softcapping", "output_multiplier", "input_embedding_scale")
+
 
 def matches(raw: dict[str, Any]) -> bool:
     return "DFlashDraftModel" in (raw.get("architectures") or ())
@@ -45,6 +48,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if block_size is None:
         raise top.refuse("has no block_size; add the block size that the draft was trained with")
     top.must_be("hidden_act", "silu")
+    for key in POSITIVE:
+        either(key).positive_number(key)
     hidden_size, heads = top.positive("hidden_size"), top.positive("num_attention_heads")
     layer_types = top.layer_types(num_layers)
     return DFlashConfig(
@@ -68,7 +73,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         max_position_embeddings=top.positive("max_position_embeddings"),
         attention=_attention(top, method, layer_types),
         rope=top.rope(layer_types),
-        embedding_scale=either("input_embedding_scale").optional_number("input_embedding_scale"),
+        embedding_scale=either("input_embedding_scale").positive_number("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=tensors.rows("lm_head.weight"),
         mask_embedding=tensors.has_file("mask_embedding.pt"),

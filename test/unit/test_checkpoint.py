@@ -70,6 +70,12 @@ def test_default_layer_ids():
         ({"dflash_config": {"target_layer_ids": [3, 1]}}, "ascending"),
         ({"dflash_config": {"target_layer_ids": []}}, "ascending"),
         ({"dflash_config": {"target_layer_ids": [1, True]}}, "ascending"),
+        ({"dflash_config": {"output_multiplier": -1.0}}, "output_multiplier = -1.0"),
+        ({"dflash_config": {"final_logit_softcapping": 0}}, "final_logit_softcapping = 0"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),
+        ({"architectures": ["DeepseekDFlashDraftModel"]}, "DeepseekDFlashDraftModel"),
     ],
 )
 def test_bad_fields_are_named(tmp_path, change, words):

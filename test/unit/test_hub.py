@@ -1,0 +1,144 @@
+"""Drafts by hub id, against a small server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from test.checkpoints import draft_config, draft_weights, speculators_draft, write_draft
+
+COMMIT = "0" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one repository, `org/draft`, and remembers how many bytes of each file it gave."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.given: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/org/draft"):
+            sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
+            if "/tree/" in path:
+                files = [
+                    {"type": "file", "path": name, "size": size, "oid": COMMIT}
+                    for name, size in sizes.items()
+                ]
+                return self.reply(json.dumps(files))
+            files = [{"rfilename": name} for name in sizes]
+            return self.reply(json.dumps({"id": "org/draft", "sha": COMMIT, "siblings": files}))
+        file = self.server.folder / path.rsplit("/", 1)[-1]
+        if not path.startswith("/org/draft/resolve/") or not file.is_file():
+            return self.reply("{}", status=404)
+        data, asked = file.read_bytes(), self.headers.get("Range")
+        if asked:
+            first, last = asked.removeprefix("bytes=").split("-")
+            data = data[int(first) : int(last or len(data)) + 1]
+        if self.command == "GET":
+            given = self.server.given
+            given[file.name] = given.get(file.name, 0) + len(data)
+        return self.reply(data, status=206 if asked else 200)
+
+    def reply(self, body: bytes | str, status: int = 200) -> None:
+        data = body.encode() if isinstance(body, str) else body
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(self.path.encode()).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    (tmp_path / "repository").mkdir()
+    with Hub(tmp_path / "repository") as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def run(hub: Hub, cache: Path, code: str) -> str:
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment, "HF_HUB_DISABLE_XET": "1"},
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+INSPECT = """
+from sglang_dflash.cli import main
+assert main(["inspect", "org/draft", "--json"]) == 0
+"""
+FETCH = """
+from sglang_dflash.checkpoint import hub, load
+config, tensors = load(hub.draft_folder("org/draft"))
+print(config.mask_embedding, config.own_embedding, config.draft_vocab_size, tensors.known)
+"""
+REFUSED = """
+from sglang_dflash.checkpoint import hub
+from sglang_dflash.errors import Refusal
+try:
+    hub.draft_folder("org/draft")
+except Refusal as refusal:
+    print(refusal)
+"""
+
+
+def test_inspect_reads_headers_alone(hub, tmp_path):
+    """Configs and the beginnings of the weights: parameters are counted, no weight is fetched."""
+    config = draft_config(intermediate_size=4096)
+    weights = draft_weights(config)
+    file = write_draft(hub.folder, config, weights) / "model.safetensors"
+    report = json.loads(run(hub, tmp_path / "cache", INSPECT))
+    assert report["fits"]
+    assert report["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert 0 < hub.given["model.safetensors"] < 200_000 < file.stat().st_size
+
+
+def test_a_server_fetches_all_that_a_draft_is(hub, tmp_path):
+    """Headers and mask_embedding.pt are there before the draft is read."""
+    config, weights = speculators_draft()
+    write_draft(hub.folder, config, weights)
+    torch.save(torch.zeros(64), hub.folder / "mask_embedding.pt")
+    assert run(hub, tmp_path / "cache", FETCH).split() == ["True", "True", "64", "True"]
+
+
+def test_no_weights_of_another_method_are_fetched(hub, tmp_path):
+    config = draft_config(dflash_config={"selector_rank": 8})
+    write_draft(hub.folder, config, draft_weights(config))
+    assert "DFlash 2" in run(hub, tmp_path / "cache", REFUSED)
+    assert "model.safetensors" not in hub.given
