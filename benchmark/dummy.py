@@ -48,7 +48,7 @@ def configs(layers: int, width_divisor: int) -> dict[str, dict[str, Any]]:
     shape["hidden_size"] //= width_divisor
     shape["intermediate_size"] //= width_divisor
     shape["num_attention_heads"] = max(8, shape["num_attention_heads"] // width_divisor)
-    ids = [i for i in TARGET_LAYER_IDS if i < layers]
+    ids = [i for i in TARGET_LAYER_IDS if i < layers - 1]  # the built-in reads no last layer
     target = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers, **shape}
     draft = {
         "architectures": ["DFlashDraftModel"],
@@ -75,7 +75,7 @@ def write(out: Path, layers: int = TARGET_LAYERS, width_divisor: int = 1) -> Non
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.dummy", description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=TARGET_LAYERS, help="of the target")
+    parser.add_argument("--layers", type=int, default=TARGET_LAYERS, help="of the target, at least 3")
     parser.add_argument("--narrower", type=int, default=1, metavar="N", help="divide the width")
     args = parser.parse_args(argv)
     write(args.out, args.layers, args.narrower)
