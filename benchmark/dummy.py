@@ -75,7 +75,9 @@ def write(out: Path, layers: int = TARGET_LAYERS, width_divisor: int = 1) -> Non
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.dummy", description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=TARGET_LAYERS, help="of the target, at least 3")
+    parser.add_argument(
+        "--layers", type=int, default=TARGET_LAYERS, help="of the target, at least 3"
+    )
     parser.add_argument("--narrower", type=int, default=1, metavar="N", help="divide the width")
     args = parser.parse_args(argv)
     write(args.out, args.layers, args.narrower)
