@@ -19,16 +19,16 @@ export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYT
 "$PYTHON" -m benchmark.entry_points "$work/site" || exit 1
 "$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
 
-# part SECONDS NAME COMMAND...: at most SECONDS of what is left of 9 minutes.
+# part SECONDS NAME COMMAND...: at most SECONDS, and no more than is left of 9 minutes.
 part() {
-  local left=$((525 - SECONDS))
+  local left=$((510 - SECONDS))
   local most=$(($1 < left ? $1 : left))
   if ((most < 45)); then
-    echo "LEFT OUT: $2, no time."
+    echo "LEFT OUT: $2, no time." >&2
     return
   fi
-  echo "== $2 (at most $most s)"
-  timeout --signal=INT --kill-after=12 "$most" "${@:3}" || echo "$2: ended with status $?"
+  echo "== $2 (at most $most s)" >&2
+  timeout --kill-after=12 "$most" "${@:3}" || echo "$2: ended with status $?" >&2
 }
 
 random="--load-format dummy --speculative-draft-load-format dummy"
