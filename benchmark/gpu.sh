@@ -41,6 +41,7 @@ done
 part 110 "exactness of the bundled pair" "$PYTHON" -m sglang_dflash.cli demo --json |
   tee "$OUT/exactness.json"
 part 120 "time of a step, SIMULATED acceptance" "$PYTHON" -m benchmark.step_cost "${dummy[@]}" \
-  --sides ours,builtin,none --contexts 64,2048 --json --out "$OUT/step_cost.json"
+  --sides ours,builtin,none --contexts 64,2048 --max-total-tokens 98304 --json \
+  --out "$OUT/step_cost.json"
 "$PYTHON" -m benchmark.plot "$OUT"/dummy_8b_*.json "$OUT"/step_cost.json 2>/dev/null ||
   echo "No plots: $PYTHON has no matplotlib, or nothing was measured."
