@@ -23,9 +23,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Refusal(f"{path} does not exist: a draft is a folder with config.json.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Refusal(f"{path} cannot be read as JSON: {error}.") from None
+        raise Refusal(f"{path} cannot be read as JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
-        raise Refusal(f"{path} holds a {type(value).__name__}, not a JSON object.")
+        raise Refusal(f"{path} holds a {type(value).__name__}, not a JSON object: fetch it again.")
     return value
 
 
