@@ -112,6 +112,7 @@ def _latency(points: list[dict[str, Any]]) -> str:
         [str(p["concurrency"]), SHOWN.get(p["side"], p["side"])]
         + [f"{p['latency'][key]:.2f}" for key in keys]
         for p in points
+        if "latency" in p  # an interrupted point has none
     )
     return _table(header, rows)
 

@@ -46,10 +46,11 @@ class Results:
             "skipped": [],
         }
         if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
-            self.data["points"] = before["points"]
+            self.data["points"] = [point for point in before["points"] if "latency" in point]
 
-    def has(self, point: dict[str, Any]) -> bool:
-        return any(point.items() <= found.items() for found in self.data["points"])
+    def has(self, point: dict[str, Any], side: str) -> bool:
+        wanted = (point | {"side": side}).items()
+        return any(wanted <= found.items() for found in self.data["points"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         self.data[key].append(row)
@@ -125,76 +126,78 @@ def configurations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield dict(zip(AXES, values, strict=True))
 
 
-def measure_point(
-    args: argparse.Namespace,
-    urls: dict[str, str],
-    point: dict[str, Any],
-    prompts: list[Prompt],
-    results: Results,
-    rng: random.Random,
-) -> None:
-    """All repeats of all sides at one point, taking turns in an order that the seed shuffles."""
-    settings = settings_at(args, point["concurrency"], point["temperature"])
-    if args.per_slot:
-        prompts = prompts[: args.per_slot * point["concurrency"]]
-    todo = [side for side in urls if not results.has(point | {"side": side})]
-    if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
-        todo.remove("builtin")
-        results.add("skipped", point | {"side": "builtin", "reason": NO_SAMPLING})
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in todo}
-    for _ in range(args.repeats):
-        for side in rng.sample(todo, len(todo)):
-            runs[side].append(timed_run(urls[side], prompts, settings))
-    for side in todo:
-        row = point | {"side": side, "repeats": runs[side]}
-        row["latency"] = latency(urls[side], prompts, settings)
-        results.add("points", row)
+class Sweep:
+    """One run of the command: all configurations, each with servers of its own."""
 
+    def __init__(self, args: argparse.Namespace, results: Results, console: Console) -> None:
+        self._args, self._results, self._console = args, results, console
+        self._given = dict(side.split("=", 1) for side in args.base_url)
+        self._names = list(dict.fromkeys([*args.sides, *self._given]))
+        self._sets = prompt_sets(args)
+        self._rng = random.Random(args.seed)
+        self.broken: list[str] = []  # sides that did not start and should have
 
-def measure(args: argparse.Namespace, results: Results, console: Console) -> list[str]:
-    """The whole sweep; returns the sides that did not start and should have."""
-    given = dict(side.split("=", 1) for side in args.base_url)
-    names = list(dict.fromkeys([*args.sides, *given]))
-    sets, rng = prompt_sets(args), random.Random(args.seed)
-    broken: list[str] = []
+    def run(self) -> None:
+        for axes in configurations(self._args):
+            if todo := self._todo(axes):
+                self._configuration(axes, todo)
 
-    def failed(side: str, error: ServerFailed) -> None:
-        console.print(f"{side} does not start: {error}", markup=False)
-        results.add("skipped", axes | {"side": side, "reason": str(error).splitlines()[-1]})
-        if side not in OPTIONAL:
-            broken.append(side)
-
-    for axes in configurations(args):
+    def _todo(self, axes: dict[str, Any]) -> list[dict[str, Any]]:
+        """Points of a configuration that some side has not measured, in shuffled order."""
         points = [
             axes | {"workload": workload, "concurrency": concurrency, "temperature": temperature}
-            for workload in sets
-            for concurrency in args.concurrency
-            for temperature in args.temperature
+            for workload in self._sets
+            for concurrency in self._args.concurrency
+            for temperature in self._args.temperature
         ]
-        todo = [
-            point
-            for point in points
-            if not all(results.has(point | {"side": name}) for name in names)
-        ]
-        if not todo:
-            continue
-        config = argparse.Namespace(**vars(args) | axes)
-        sides = [
-            make_side(name, config, args.simulate_accept_length)
-            for name in names
-            if name not in given
-        ]
-        console.print(f"Starting {', '.join(side.name for side in sides) or 'nothing'}: {axes}")
+        self._rng.shuffle(points)
+        return [p for p in points if not all(self._results.has(p, name) for name in self._names)]
+
+    def _configuration(self, axes: dict[str, Any], todo: list[dict[str, Any]]) -> None:
+        def failed(side: str, error: ServerFailed) -> None:
+            self._console.print(f"{side} does not start: {error}", markup=False)
+            reason = str(error).splitlines()[-1]
+            self._results.add("skipped", axes | {"side": side, "reason": reason})
+            if side not in OPTIONAL:
+                self.broken.append(side)
+
+        args = argparse.Namespace(**vars(self._args) | axes)
+        names = [name for name in self._names if name not in self._given]
+        self._console.print(f"Starting {', '.join(names) or 'nothing'}: {axes}")
+        sides = [make_side(name, args, args.simulate_accept_length) for name in names]
         with serving(sides, failed) as servers:
-            urls = given | {name: server.url for name, server in servers.items()}
+            urls = self._given | {name: server.url for name, server in servers.items()}
             warm_up = settings_at(args, WARM_UP_PROMPTS, 0.0)
-            for url in urls.values():
-                for prompts in sets.values():
-                    answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
-            for number, point in enumerate(rng.sample(todo, len(todo)), start=1):
-                console.print(f"{number} of {len(todo)}: {point}")
-                measure_point(args, urls, point, sets[point["workload"]], results, rng)
-    return broken
+            for url, prompts in itertools.product(urls.values(), self._sets.values()):
+                answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
+            for number, point in enumerate(todo, start=1):
+                self._console.print(f"{number} of {len(todo)}: {point}")
+                self._point(urls, point)
+
+    def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
+        """All repeats of all sides at one point, taking turns in shuffled order.
+
+        A point that is interrupted is kept as far as it came, and measured anew when gone on with.
+        """
+        settings = settings_at(self._args, point["concurrency"], point["temperature"])
+        prompts = self._sets[point["workload"]]
+        if self._args.per_slot:
+            prompts = prompts[: self._args.per_slot * point["concurrency"]]
+        todo = [side for side in urls if not self._results.has(point, side)]
+        if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
+            todo.remove("builtin")
+            self._results.add("skipped", point | {"side": "builtin", "reason": NO_SAMPLING})
+        rows = {side: point | {"side": side, "repeats": []} for side in todo}
+        try:
+            for _ in range(self._args.repeats):
+                for side in self._rng.sample(todo, len(todo)):
+                    rows[side]["repeats"].append(timed_run(urls[side], prompts, settings))
+            for side in todo:
+                rows[side]["latency"] = latency(urls[side], prompts, settings)
+        finally:
+            for row in rows.values():
+                if row["repeats"]:
+                    self._results.add("points", row)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -254,7 +257,9 @@ def main(argv: list[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(args.out, settings_of(args))
     try:
-        status = 1 if measure(args, results, console) else 0
+        sweep = Sweep(args, results, console)
+        sweep.run()
+        status = 1 if sweep.broken else 0
     except KeyboardInterrupt:
         console.print(f"Interrupted: what was measured is in {args.out}.")
         status = 130

@@ -15,7 +15,7 @@ from benchmark import dummy, plot, report, workloads
 from benchmark.load import Answer
 from benchmark.stats import median_and_spread, percentile
 from benchmark.step_cost import split, tokens_of
-from benchmark.sweep import acceptance
+from benchmark.sweep import Results, acceptance
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, misfits
 
@@ -133,6 +133,19 @@ def test_table_shows_medians_and_speed_up(sweep_file: dict[str, Any]) -> None:
     assert "SIMULATED" not in table
     sweep_file["settings"]["simulate_accept_length"] = 6.36
     assert report.markdown(sweep_file).startswith("**SIMULATED acceptance of 6.36")
+
+
+def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    at = {"workload": "word", "concurrency": 4}
+    first = Results(file, {"seed": 1})
+    first.add("points", at | {"side": "none", "repeats": [1], "latency": {}})
+    first.add("points", at | {"side": "ours", "repeats": [1]})  # interrupted
+    again = Results(file, {"seed": 1})
+    assert again.has(at, "none")
+    assert not again.has(at, "ours")
+    assert not again.has(at | {"concurrency": 8}, "none")
+    assert not Results(file, {"seed": 2}).has(at, "none")
 
 
 def test_plots_from_json_alone(sweep_file: dict[str, Any], tmp_path: Path) -> None:
