@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmark import machine
 from benchmark.load import Answer, accept_length
 from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
+from sglang_dflash.checkpoint import load_config
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.launch import Server, ServerFailed
 
@@ -34,6 +35,10 @@ class Timed:
 
     def __init__(self, server: Server, times: Path) -> None:
         self._server, self._times = server, times
+
+    def flush(self) -> None:
+        """Forget earlier prompts, so that no step has to make room."""
+        requests.post(f"{self._server.url}/flush_cache", timeout=60).raise_for_status()
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict], float]:
         """Decode a whole batch; returns its timed steps at full size, and the accept length."""
@@ -91,8 +96,7 @@ def points(args: argparse.Namespace, room: int, console: Console) -> list[tuple[
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of each point, all sides, as they are measured."""
-    config = json.loads((args.draft / "config.json").read_text())
-    width = args.block_size or config["block_size"]
+    width = args.block_size or load_config(str(args.draft)).block_size
     new_tokens = {
         side: args.steps + 1 if side == "none" else tokens_of(args.steps, args.accept_length, width)
         for side in args.sides
@@ -107,14 +111,16 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[list[dict[st
         sides = [make_side(s, args, args.accept_length, times[s]) for s in args.sides]
         with serving(sides) as servers:
             timed = {name: Timed(server, times[name]) for name, server in servers.items()}
-            for name, side in timed.items():
-                side.run([[5] * 16], new_tokens[name])
+            for name, one in timed.items():
+                one.run([[5] * 16], new_tokens[name])
             for batch, context in chosen:
                 prompts = [
                     [rng.randrange(5, vocabulary) for _ in range(context)] for _ in range(batch)
                 ]
                 steps: dict[str, list[dict[str, float]]] = {side: [] for side in args.sides}
                 accepted: dict[str, float] = {}
+                for one in timed.values():
+                    one.flush()
                 for _ in range(args.repeats):
                     for side in rng.sample(args.sides, len(args.sides)):
                         found, accepted[side] = timed[side].run(prompts, new_tokens[side])
@@ -173,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
             result["rows"] += rows
             console.print(table_of(rows, args.accept_length))
             if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result))
     except KeyboardInterrupt:
         console.print("Interrupted: what was measured is kept.")
