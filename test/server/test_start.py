@@ -243,8 +243,15 @@ class Demo:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "sglang_dflash.cli", "demo", "--json"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=clean_environment(), **pipes)
+        self.process = subprocess.Popen(
+            command,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A background job of a shell, such as this test may be, ignores SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         self.family = {psutil.Process(self.process.pid)}
 
     def watch(self, seconds: float, until: int | None = None) -> None:
