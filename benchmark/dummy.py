@@ -39,7 +39,7 @@ COMMON: dict[str, Any] = {
 }
 TARGET_LAYERS, DRAFT_LAYERS, BLOCK_SIZE, MASK_TOKEN = 36, 5, 16, 151669
 TARGET_LAYER_IDS = [1, 9, 17, 25, 33]
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def configs(layers: int, width_divisor: int) -> dict[str, dict[str, Any]]:
@@ -62,12 +62,22 @@ def configs(layers: int, width_divisor: int) -> dict[str, dict[str, Any]]:
     return {"target": target, "draft": draft}
 
 
+def tokenizer() -> dict[str, Any]:
+    """The bundled tokenizer with a word for every other id, since random weights draw them all."""
+    found: dict[str, Any] = json.loads((TARGET / "tokenizer.json").read_text())
+    words = found["model"]["vocab"]
+    known = set(words.values()) | {token["id"] for token in found["added_tokens"]}
+    words |= {f"Ġt{i}": i for i in range(SHAPE["vocab_size"]) if i not in known}
+    return found
+
+
 def write(out: Path, layers: int = TARGET_LAYERS, width_divisor: int = 1) -> None:
-    """Both folders under `out`, each with the bundled tokenizer, which knows only a few ids."""
+    """Both folders under `out`, each with a tokenizer."""
     for name, config in configs(layers, width_divisor).items():
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
         for file in TOKENIZER:
             shutil.copy(TARGET / file, folder)
 

@@ -39,7 +39,7 @@ def speed_up(ax: Axes, points: list[dict[str, Any]]) -> None:
 def speed_against_latency(ax: Axes, points: list[dict[str, Any]]) -> None:
     """Output tok/s against the median time between tokens; a point a concurrency."""
     for side in report.sides(points):
-        mine = [point for point in points if point["side"] == side and "latency" in point]
+        mine = [p for p in points if p["side"] == side and "itl_p50_ms" in p.get("latency", {})]
         gaps = [point["latency"]["itl_p50_ms"] for point in mine]
         ax.plot(gaps, [report.speed(point) for point in mine], "o-", **_style(side))
         for gap, point in zip(gaps, mine, strict=True):

@@ -110,7 +110,7 @@ def _latency(points: list[dict[str, Any]]) -> str:
     ]
     rows = (
         [str(p["concurrency"]), SHOWN.get(p["side"], p["side"])]
-        + [f"{p['latency'][key]:.2f}" for key in keys]
+        + [f"{p['latency'][key]:.2f}" if key in p["latency"] else "" for key in keys]
         for p in points
         if "latency" in p  # an interrupted point has none
     )

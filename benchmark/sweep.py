@@ -102,6 +102,7 @@ def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, fl
     return {
         f"{name}_p{p}_ms": round(percentile(seconds, p) * 1e3, 3)
         for name, seconds in times.items()
+        if seconds  # answers of one token have no gaps
         for p in (50, 99)
     }
 

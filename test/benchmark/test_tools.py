@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from benchmark import dummy, plot, report, workloads
 from benchmark.load import Answer
@@ -172,5 +173,8 @@ def test_dummy_has_the_shape_of_qwen3_8b(tmp_path: Path) -> None:
     target = json.loads((tmp_path / "target" / "config.json").read_text())
     assert (target["num_hidden_layers"], target["hidden_size"]) == (36, 4096)
     assert (target["vocab_size"], target["intermediate_size"]) == (151936, 12288)
+    words = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "target" / "tokenizer.json"))
+    assert words.decode([5, 2047, 2048, 151935]).endswith(" t2048 t151935")
+    assert len(words) == target["vocab_size"]
     shape = Target("target", 36, target["hidden_size"], target["vocab_size"])
     assert misfits(draft, shape) == []
