@@ -137,8 +137,14 @@ def meta_info(
     args = tokenizer_manager.server_args
     if histogram is None or args.speculative_algorithm != "DFLASH":
         return
+    size = args.speculative_num_draft_tokens
+    if len(histogram) > size:  # blocks were cut: see `Committer._count_verified`
+        verified, histogram = histogram[size], histogram[:size]
+        meta_info["spec_correct_drafts_histogram"] = histogram
+        meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
+        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / verified
     meta_info["spec_accepted_per_position"] = [
-        sum(histogram[position:]) for position in range(1, args.speculative_num_draft_tokens)
+        sum(histogram[position:]) for position in range(1, size)
     ]
 
 

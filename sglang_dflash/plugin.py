@@ -26,6 +26,12 @@ class Hook(NamedTuple):
 
 DFLASH_HOOKS = (
     Hook(
+        "server_args.ServerArgs.add_cli_args",
+        "AFTER",
+        "verify_width:add_cli_args",
+        "a flag of ours, handed to the schedulers in the environment",
+    ),
+    Hook(
         "server_args.ServerArgs.__post_init__",
         "BEFORE",
         "server_args:adopt_speculators",

@@ -19,6 +19,7 @@ from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import Refusal
+from sglang_dflash.verify_width import verify_width
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,9 @@ def adopt_speculators(server_args: ServerArgs) -> None:
         logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
         server_args.model_path = verifier
     target = server_args.model_path
-    here = hub.is_id(target) or (Path(target) / "config.json").is_file()
-    if server_args.speculative_algorithm is not None and not here:
-        raise Refusal(f"The target {target} is no folder with config.json: give a target's path.")
+    is_path = target.startswith((".", "/", "~"))
+    if server_args.speculative_algorithm is not None and is_path and not Path(target).exists():
+        raise Refusal(f"The target {target} does not exist: give the path of a target.")
 
 
 def handle_dflash(server_args: ServerArgs) -> None:
@@ -113,6 +114,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     server_args.speculative_draft_attention_backend = _draft_backend(server_args)
     _check_target(server_args, draft)
     _check_draft(server_args, draft, tensors)
+    verify_width(server_args)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")

@@ -48,4 +48,4 @@ class Forced:
                 right = ahead[j - 1] if j <= len(ahead) else 0
                 tokens[row, j] = right if j <= count else (right + 1) % self.vocab_size
         assert torch.equal(tokens[:, 0], block.token_ids[:, 0])
-        return DFlashBlock(tokens, block.position_ids, block.slots)
+        return DFlashBlock(tokens, block.position_ids, block.slots, block.probability)

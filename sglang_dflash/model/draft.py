@@ -27,7 +27,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.model.loading import load
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
-from sglang_dflash.model.vocabulary import Vocabulary
+from sglang_dflash.model.vocabulary import CERTAIN, Vocabulary
 
 
 class DFlashAttention(nn.Module):
@@ -183,10 +183,14 @@ class DFlashDraftModel(nn.Module):
             self.mask_embedding: Tensor
         self.vocabulary: Vocabulary
         self.draft_width: int
+        self.weigh: bool
 
-    def bind(self, target: Any, draft_width: int) -> None:
-        """Take the target's vocabulary, and `draft_width` block positions a request."""
-        self.draft_width = draft_width
+    def bind(self, target: Any, draft_width: int, weigh: bool) -> None:
+        """Take the target's vocabulary, and `draft_width` block positions a request.
+
+        weigh: tell the probability of each draft, too.
+        """
+        self.draft_width, self.weigh = draft_width, weigh
         self.vocabulary = Vocabulary.of(
             target,
             getattr(self, "embed_tokens", None),
@@ -203,22 +207,26 @@ class DFlashDraftModel(nn.Module):
         """Predict a token at every block position.
 
         input_ids: [B*n] int64, anchor then masks; positions: [B*n] int64. The result, [B*n] int64,
-        is returned as `hidden_states`: the one field that SGLang's graph runner slices per token
-        and hands back without looking at it. Where the anchor's position predicts nothing, it holds
-        the anchor: the result is then the block itself.
+        or [B*n, 2] with probabilities (`Vocabulary.likeliest`), is returned as `hidden_states`: the
+        one field that SGLang's graph runner slices per token and hands back without looking at it.
+        Where the anchor's position predicts nothing, it holds the anchor: the result is then the
+        block itself.
         """
         hidden = self._embed(input_ids)
         residual = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
+        predict = self.vocabulary.likeliest if self.weigh else self.vocabulary.argmax
         if self.dflash.sample_from_anchor:
-            predicted = self.vocabulary.argmax(hidden)
+            predicted = predict(hidden)
         else:
             masks = hidden.unflatten(0, (-1, self.draft_width))[:, 1:]  # [B, n-1, H]
-            drafts = self.vocabulary.argmax(masks.flatten(0, 1)).view(-1, self.draft_width - 1)
+            drafts = predict(masks.flatten(0, 1)).unflatten(0, (-1, self.draft_width - 1))
             anchors = input_ids.view(-1, self.draft_width)[:, :1]
-            predicted = torch.cat([anchors, drafts], dim=1).flatten()
+            if self.weigh:
+                anchors = torch.stack([anchors, torch.full_like(anchors, CERTAIN)], dim=-1)
+            predicted = torch.cat([anchors, drafts], dim=1).flatten(0, 1)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
 
     def _embed(self, input_ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+CERTAIN = 2**20  # a probability of 1 as an integer
 ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
 
 
@@ -77,16 +78,29 @@ class Vocabulary:
         hidden: [n, H] -> [n] int64. Ranks exchange one (value, id) pair a row, never the logits.
         Soft-capping and positive factors of the logits do not move their maximum.
         """
-        ids = torch.cat([self._argmax(rows) for rows in hidden.split(ROW_CHUNK)])
+        ids = torch.cat([self._best(rows)[0] for rows in hidden.split(ROW_CHUNK)])
         return ids if self._offsets is None else ids + self._offsets[ids]
 
-    def _argmax(self, hidden: Tensor) -> Tensor:
-        logits = self._processor._compute_lm_head(hidden, self.lm_head)
-        value, index = logits[:, : self._columns].max(dim=-1)
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """`argmax` and the probability of each token: [n, 2] int64, (id, p * CERTAIN)."""
+        chunks = [self._best(rows, weigh=True) for rows in hidden.split(ROW_CHUNK)]
+        ids, probability = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        if self._offsets is not None:
+            ids = ids + self._offsets[ids]
+        return torch.stack([ids, (probability * CERTAIN).long()], dim=1)
+
+    def _best(self, hidden: Tensor, weigh: bool = False) -> tuple[Tensor, Tensor]:
+        """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
+        logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
+        value, index = logits.max(dim=-1)
+        mass = [logits.float().logsumexp(dim=-1)] if weigh else []
         if self._ranks == 1:
-            return index
+            return index, (value - mass[0]).exp() if weigh else value
         # float32 holds ids below 2**24 exactly
-        pair = torch.stack([value.float(), (index + self._first_id).float()], dim=1)  # [n, 2]
-        pairs = self._group.all_gather(pair[None], dim=0)  # [ranks, n, 2]
-        rank = pairs[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
-        return pairs[:, :, 1].gather(0, rank[None]).squeeze(0).long()
+        best = torch.stack([value.float(), (index + self._first_id).float(), *mass], dim=1)
+        ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
+        first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
+        value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
+        if weigh:
+            value = (value - ranks[:, :, 2].logsumexp(dim=0)).exp()
+        return index.long(), value

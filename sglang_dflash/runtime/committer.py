@@ -41,8 +41,12 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
 
 
 class Committer:
-    def __init__(self, context_kv: ContextKV, counters: StepCounters | None) -> None:
+    def __init__(
+        self, context_kv: ContextKV, block_size: int, cuts: bool, counters: StepCounters | None
+    ) -> None:
+        """cuts: blocks are verified in part, so that the drafts verified must be counted."""
         self._context_kv, self._counters = context_kv, counters
+        self._block_size, self._cuts = block_size, cuts
 
     def commit(self, batch: ScheduleBatch, verified: Verified) -> GenerationBatchResult:
         # All rows of a block are written: those behind the accepted ones lie in slots that the next
@@ -56,6 +60,8 @@ class Committer:
         tokens = self._commit_requests(batch, packed)
         accepted = [min(len(row), draws[-1]) for row, draws in zip(tokens, packed, strict=True)]
         _count(batch.reqs, accepted)
+        if self._cuts:
+            self._count_verified(batch.reqs, block.draft_token_num - 1)
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:
@@ -86,6 +92,13 @@ class Committer:
                 req.update_reasoning_tokens(tokens, think_end)
             committed.append(tokens)
         return committed
+
+    def _count_verified(self, reqs: list[Req], drafts: int) -> None:
+        """Count them in the entry behind the histogram's N, where `hooks.meta_info` finds them."""
+        for req in reqs:
+            histogram = req.spec_correct_drafts_histogram
+            histogram.extend([0] * (self._block_size + 1 - len(histogram)))
+            histogram[self._block_size] += drafts
 
     def _advance(self, batch: ScheduleBatch, lens: Tensor, taken: list[int]) -> None:
         """Advance all lengths in new tensors. lens: [B] int64 on device.

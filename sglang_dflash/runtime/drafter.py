@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.core.block import block_positions, masked_block
+from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.window import WholeContext, WindowedContext
@@ -40,26 +36,16 @@ class Drafter:
             slots=slots[:, : self._draft_width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        seq_lens, seq_lens_cpu = self._context.lens(batch)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(batch.reqs),
-            input_ids=masked.draft_token,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            out_cache_loc=masked.slots.flatten(),
-            positions=masked.positions,
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=masked,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        forward_batch = masked.forward_batch(batch.req_pool_indices, *self._context.lens(batch))
         output = self._runner.forward(forward_batch).logits_output
-        predicted = output.hidden_states.view(-1, self._draft_width)
+        predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
+        probability = None
+        if self._runner.model.weigh:
+            drafts = predicted[:, self._draft_width - self._verify_width + 1 :, 1]
+            predicted, probability = predicted[:, :, 0], drafts / CERTAIN
         # Both are copies: the graphs of draft and target share memory, and the target runs next.
         if self._draft_width < self._verify_width:
             token_ids = torch.cat([state.anchors[:, None], predicted], dim=1)
         else:
             token_ids = predicted.clone()
-        return DFlashBlock(token_ids, positions, slots)
+        return DFlashBlock(token_ids, positions, slots, probability)

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from torch import Tensor
 
 
@@ -41,6 +45,7 @@ class DFlashBlock(SpecInput):
     token_ids: Tensor  # [B, N] int64, column 0 is the anchor
     position_ids: Tensor  # [B, N] int64
     slots: Tensor  # [B, N] int64, KV slots in both pools
+    probability: Tensor | None = None  # [B, N-1] float32, of each draft, where they are weighed
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
     topk: int = 1
     custom_mask: Tensor | None = None  # a chain: the backends' own causal path is exact
@@ -50,6 +55,34 @@ class DFlashBlock(SpecInput):
         self.draft_token_num = self.num_tokens_per_batch = self.token_ids.shape[1]
         self.draft_token = self.token_ids.flatten()
         self.positions = self.position_ids.flatten()
+
+    def first(self, width: int) -> DFlashBlock:
+        """The block cut to its first `width` positions."""
+        return DFlashBlock(
+            self.token_ids[:, :width],
+            self.position_ids[:, :width],
+            self.slots[:, :width],
+            self.probability,
+        )
+
+    def forward_batch(
+        self, req_pool_indices: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> ForwardBatch:
+        """A forward of this block behind contexts of these lengths, [B] int64 each."""
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(self.token_ids),
+            input_ids=self.draft_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            out_cache_loc=self.slots.flatten(),
+            positions=self.positions,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self,
+            capture_hidden_mode=self.capture_hidden_mode,
+        )
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return self.draft_token_num, self.draft_token_num

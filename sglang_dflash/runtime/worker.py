@@ -18,7 +18,9 @@ from sglang.srt.server_args import (
 )
 
 from sglang_dflash import __version__
+from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import ceil_align
+from sglang_dflash.core.width import StepTimes
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer
 from sglang_dflash.runtime.drafter import Drafter
@@ -26,10 +28,12 @@ from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.logprobs import attach_after_prefill
 from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.state import DFlashState
+from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verifier
+from sglang_dflash.runtime.width import BestWidth, FixedWidth, Width, measured_times
 from sglang_dflash.runtime.window import WholeContext, WindowedContext
 from sglang_dflash.server_args import draft_config
+from sglang_dflash.verify_width import verify_width
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +84,10 @@ class DFlashWorker:
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
         counted = server_args.enable_metrics and tp_rank == 0
         counters = StepCounters(block_size) if counted else None
-        self.committer = Committer(self.context_kv, counters)
+        width = verify_width(server_args)
+        self.committer = Committer(self.context_kv, block_size, width != block_size, counters)
         self._block_size = block_size
+        self.width = self._best_width() if width is None else FixedWidth(width)
         _keep_block_in_pool(target_worker, block_size)
         if tp_rank == 0:
             logger.info(
@@ -105,7 +111,8 @@ class DFlashWorker:
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch, self._block_size)
         block = self.drafter.propose(batch, state)
-        verified = self.verifier.verify(batch, block)
+        verified = self.verifier.verify(batch, self.width.cut(block))
+        self.width.observe(verified)
         return self.committer.commit(batch, verified)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -129,6 +136,25 @@ class DFlashWorker:
         batch.spec_info = DFlashState(anchors)
         result.next_token_ids = anchors
         return result
+
+    def _best_width(self) -> Width:
+        """Rehearse steps of all sizes on the dummy slot, to know what they cost here."""
+        most = self.server_args.max_running_requests
+        times = measured_times(self._rehearse, most, self._block_size)
+        logger.info("DFLASH: seconds of a step by (batch, width): %s", times)
+        return BestWidth(StepTimes(times, self._block_size), self._block_size, self.device)
+
+    @torch.inference_mode()
+    def _rehearse(self, batch: int, width: int) -> None:
+        """The three forwards of a step, without requests."""
+        lens = torch.full((batch,), min(256, self.model_config.context_len - self._block_size))
+        rows, slots = torch.arange(batch), torch.zeros(batch, self._block_size, dtype=torch.int64)
+        block = DFlashBlock(slots, block_positions(lens, self._block_size), slots)
+        draft = block.first(self.draft_model_runner.model.draft_width)
+        self.draft_model_runner.forward(draft.forward_batch(rows, lens, lens))
+        block = block.first(width)
+        output = self.model_runner.forward(block.forward_batch(rows, lens, lens)).logits_output
+        self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
 
     def clear_cache_pool(self) -> None:
         """Nothing to clear: slots and rows are the target's, and stale draft KV is never read."""
@@ -169,7 +195,8 @@ def _draft_worker(
             memory_pool_config=target.model_runner.memory_pool_config,
             **ranks,
         )
-        worker.model_runner.model.bind(target.model_runner.model, draft_width)
+        weigh = verify_width(server_args) is None
+        worker.model_runner.model.bind(target.model_runner.model, draft_width, weigh)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
     finally:

@@ -1,0 +1,79 @@
+"""How much of a block to verify: what its drafts are worth against what a step costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BINS = 8  # of the draft's own probability
+PRIOR = 8.0  # drafts that a bin must have seen to count as much as the pooled curve
+DECAY = 0.99  # of the counts a step
+
+
+class Survival:
+    """P(a draft is accepted | all before it were), from the draft's own probability.
+
+    A draft's probability is over- or under-confident, differently by position. Counts by position
+    and probability recalibrate it online. A position that was not verified lately, because blocks
+    are cut before it, falls back to what its probability means at all positions together.
+    """
+
+    def __init__(self, block_size: int, device: str) -> None:
+        shape = (block_size - 1, BINS)
+        self._right = torch.zeros(shape, device=device)
+        self._tried = torch.zeros(shape, device=device)
+        self._at = torch.arange(block_size - 1, device=device)
+
+    def __call__(self, probability: Tensor) -> Tensor:
+        """P(drafts 1..j are all accepted). probability: [B, N-1] of each draft -> [B, N-1]."""
+        bins = _bins(probability)
+        right, tried = self._right.sum(0), self._tried.sum(0)
+        pooled = (right[bins] + PRIOR * probability) / (tried[bins] + PRIOR)
+        here = self._right[self._at, bins] + PRIOR * pooled
+        return (here / (self._tried[self._at, bins] + PRIOR)).cumprod(dim=1)
+
+    def observe(self, probability: Tensor, num_accepted: Tensor, width: int) -> None:
+        """Learn from a step that verified `width` positions. num_accepted: [B] in 0..width-1."""
+        seen = probability[:, : width - 1]
+        at = self._at[: width - 1].expand_as(seen)
+        reached, right = at <= num_accepted[:, None], at < num_accepted[:, None]
+        self._tried *= DECAY
+        self._right *= DECAY
+        where = (at, _bins(seen))
+        self._tried.index_put_(where, reached.float(), accumulate=True)
+        self._right.index_put_(where, right.float(), accumulate=True)
+
+
+def _bins(probability: Tensor) -> Tensor:
+    return (probability * BINS).long().clamp_(0, BINS - 1)
+
+
+def best_width(survival: Tensor, seconds: Tensor) -> int:
+    """The width, 2..N, whose expected commits a second are highest.
+
+    survival: [B, N-1], P(drafts 1..j accepted); seconds: [N-1], of a step at width 2..N. A step
+    commits one token a request and every accepted draft.
+    """
+    commits = survival.shape[0] + survival.sum(0).cumsum(0)
+    return int((commits / seconds).argmax()) + 2
+
+
+class StepTimes:
+    """Seconds of a step by batch size and width, with straight lines between measured points."""
+
+    def __init__(self, measured: dict[tuple[int, int], float], block_size: int) -> None:
+        """measured: seconds by (batch, width); every batch has the same widths, 2..N among them."""
+        self._batches = sorted({batch for batch, _ in measured})
+        widths = sorted({width for _, width in measured})
+        self._rows = [
+            np.interp(range(2, block_size + 1), widths, [measured[batch, w] for w in widths])
+            for batch in self._batches
+        ]
+
+    def at(self, batch: int) -> Tensor:
+        """Seconds at width 2..N, [N-1] float32."""
+        columns = [
+            np.interp(batch, self._batches, column) for column in zip(*self._rows, strict=True)
+        ]
+        return torch.tensor(columns, dtype=torch.float32)

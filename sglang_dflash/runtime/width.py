@@ -1,0 +1,79 @@
+"""How much of a drafted block the target verifies: a fixed width, or the one that pays best."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.verifier import Verified
+
+logger = logging.getLogger(__name__)
+
+PROBE = 50  # steps between two that verify the whole block, so that every position is seen again
+REPEATS = 3
+
+
+class Width(Protocol):
+    def cut(self, block: DFlashBlock) -> DFlashBlock: ...
+
+    def observe(self, verified: Verified) -> None: ...
+
+
+class FixedWidth:
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def cut(self, block: DFlashBlock) -> DFlashBlock:
+        return block if block.draft_token_num == self._width else block.first(self._width)
+
+    def observe(self, verified: Verified) -> None:
+        """Nothing to learn."""
+
+
+class BestWidth:
+    """The width whose expected commits a second are highest, chosen for every batch."""
+
+    def __init__(self, times: StepTimes, block_size: int, device: str) -> None:
+        self._times, self._block_size = times, block_size
+        self._survival = Survival(block_size, device)
+        self._steps = itertools.count()
+
+    def cut(self, block: DFlashBlock) -> DFlashBlock:
+        assert block.probability is not None
+        if next(self._steps) % PROBE == 0:
+            return block
+        survival = self._survival(block.probability)
+        width = best_width(survival, self._times.at(len(survival)).to(survival.device))
+        return block if width == self._block_size else block.first(width)
+
+    def observe(self, verified: Verified) -> None:
+        block = verified.block
+        assert block.probability is not None
+        self._survival.observe(block.probability, verified.num_accepted, block.draft_token_num)
+
+
+def measured_times(
+    step: Callable[[int, int], None], most: int, block_size: int
+) -> dict[tuple[int, int], float]:
+    """Seconds of `step(batch, width)` on a grid of both, equal on all ranks."""
+    batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+    widths = sorted({2, block_size, *range(4, block_size, 4)})
+    seconds = {}
+    for batch, width in itertools.product(batches, widths):
+        runs = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            step(batch, width)
+            runs.append(time.perf_counter() - started)
+        seconds[batch, width] = min(runs)
+    shared = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    get_tp_group().broadcast(shared, src=0)
+    return dict(zip(seconds, shared.tolist(), strict=True))

@@ -1,0 +1,109 @@
+"""--speculative-dflash-verify-width: any part of a block may be verified, the output stays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.errors import Refusal
+from sglang_dflash.hooks import meta_info
+from sglang_dflash.verify_width import VARIABLE
+from test.inprocess import InProcess
+from test.worker.conftest import facts, force, prompt
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("width", ["2", "5", "auto", "any"])
+def test_equals_target(target, draft, alone, monkeypatch, width, page):
+    monkeypatch.setenv(VARIABLE, "auto" if width == "any" else width)
+    rng = random.Random(4)
+    asked = [(prompt(300 + i, 20), {"max_new_tokens": 50, "ignore_eos": True}) for i in range(6)]
+    expected = alone(asked)
+    with InProcess(target, draft, page_size=page) as engine:
+        forced = force(engine, lambda _: rng.randint(0, 7))
+        reqs = [engine.add(ids, **options) for ids, options in asked]
+        forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
+        if width == "any":
+            engine.worker.width.cut = lambda block: block.first(rng.randint(2, 8))
+        engine.run(*reqs)
+        assert [facts(req) for req in reqs] == expected
+        if width.isdecimal():
+            for req in reqs:
+                histogram = req.spec_correct_drafts_histogram
+                assert sum(histogram[int(width) : 8]) == 0
+                assert histogram[8] == req.spec_verify_ct * (int(width) - 1)
+                assert sum(histogram[:8]) == req.spec_verify_ct
+
+
+def test_the_drafts_own_probability(target, draft, monkeypatch):
+    """What `auto` learns from: the softmax of the logits whose argmax is the draft."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    with InProcess(target, draft) as engine:
+        worker = engine.worker
+        model, seen = worker.draft_model_runner.model, []
+        likeliest = model.vocabulary.likeliest
+
+        def recorded(hidden):
+            logits = hidden @ model.vocabulary.lm_head.weight[:160].T
+            seen.append(logits.softmax(-1).max(-1))
+            return likeliest(hidden)
+
+        model.vocabulary.likeliest = recorded
+        blocks = []
+        cut = worker.width.cut
+        worker.width.cut = lambda block: blocks.append(block) or cut(block)
+        engine.generate(prompt(310, 12), max_new_tokens=30, ignore_eos=True)
+    for block, best in zip(blocks, seen, strict=True):
+        torch.testing.assert_close(block.probability[0], best.values, atol=2e-6, rtol=0)
+        assert block.token_ids[0, 1:].tolist() == best.indices.tolist()
+
+
+@pytest.mark.parametrize("width", ["1", "9", "half", ""])
+def test_refused(target, draft, monkeypatch, width):
+    monkeypatch.setenv(VARIABLE, width)
+    with pytest.raises(Refusal, match="verify-width"):
+        InProcess(target, draft)
+
+
+def test_rates_count_the_width_used():
+    class Args:
+        speculative_algorithm, speculative_num_draft_tokens = "DFLASH", 4
+
+    class Manager:
+        server_args = Args
+
+    meta = {"spec_correct_drafts_histogram": [2, 1, 0, 1, 9], "spec_num_correct_drafts": 4}
+    meta_info(None, Manager, meta, None, 0)
+    assert meta["spec_num_proposed_drafts"] == meta["spec_proposed_drafts"] == 9
+    assert meta["spec_accept_rate"] == pytest.approx(4 / 9)
+    assert meta["spec_accepted_per_position"] == [2, 1, 1]
+    assert meta["spec_correct_drafts_histogram"] == [2, 1, 0, 1]
+
+
+def test_survival_learns_what_a_probability_means():
+    """Drafts that say 0.9 and are right half the time; positions behind the cut learn, too."""
+    survival, rng = Survival(5, "cpu"), torch.Generator().manual_seed(0)
+    said = torch.full((8, 4), 0.9)
+    assert survival(said)[0, 0] == pytest.approx(0.9)
+    for _ in range(400):
+        right = torch.rand((8, 4), generator=rng) < 0.5
+        survival.observe(said, right.long().cumprod(1).sum(1).clamp(max=1), width=2)
+    expected = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    torch.testing.assert_close(survival(said)[0], expected, atol=0.05, rtol=0.2)
+
+
+def test_width_pays():
+    """Verify more where drafts survive and where positions cost nothing."""
+    sure, doubtful = torch.full((4, 7), 0.9).cumprod(1), torch.full((4, 7), 0.3).cumprod(1)
+    flat, steep = torch.ones(7), torch.arange(2.0, 9.0)
+    assert best_width(sure, flat) == best_width(doubtful, flat) == 8
+    assert best_width(sure, 4 + steep) > best_width(doubtful, 4 + steep) == 2
+
+
+def test_times_between_measured_points():
+    times = StepTimes({(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}, 4)
+    assert times.at(1).tolist() == [1.0, 2.0, 3.0]
+    assert times.at(3).tolist() == [3.0, 4.0, 5.0]
