@@ -9,7 +9,10 @@ from benchmark.stats import median_and_spread
 
 ORDER = ("none", "ngram", "eagle3", "builtin", "ours")
 SHOWN = {"none": "no speculation", "builtin": "built-in DFLASH", "ours": "sglang-dflash"}
-CONFIGURATION = ("workload", "temperature", "block_size", "tp", "page_size", "attention_backend")
+CONFIGURATION = (
+    *("workload", "temperature", "block_size", "verify_width"),
+    *("tp", "page_size", "attention_backend"),
+)
 
 
 def markdown(data: dict[str, Any]) -> str:

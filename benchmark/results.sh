@@ -8,7 +8,8 @@ out=${OUT:-benchmark/results}
 sweep() { "$python" -m benchmark.sweep --mix --out "$out/$1.json" "${@:2}"; }
 
 sweep concurrency --prompts 24 --per-slot 24
-sweep blocks --sides none,ours --block-size 4,8,12,16 --prompts 16 --concurrency 8 --repeats 2
+sweep blocks --block-size 4,8 --prompts 16 --concurrency 1,8 --repeats 2
+sweep widths --sides none,ours --verify-width 8,auto --prompts 16 --concurrency 1,8,32 --repeats 2
 sweep temperature --sides none,ours --temperature 0.7 --prompts 16 --concurrency 1,8
 sweep pages --page-size 16 --prompts 16 --concurrency 1,8
 sweep tp2 --tp 2 --prompts 16 --concurrency 8 --repeats 2

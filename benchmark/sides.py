@@ -56,7 +56,8 @@ def add_axes(parser: argparse.ArgumentParser, several: bool) -> None:
             help=note,
         )
 
-    axis("--block-size", int, None, "verify width; default: the checkpoint's")
+    axis("--block-size", int, None, "default: the checkpoint's")
+    axis("--verify-width", str, None, "of ours: full, auto or a number; default: full")
     axis("--tp", int, 1)
     axis("--page-size", int, 1)
     axis("--attention-backend", str, None)
@@ -87,6 +88,8 @@ def make_side(
     if name == "eagle3":
         flags += ["--speculative-algorithm", "EAGLE3"]
         flags += ["--speculative-draft-model-path", str(args.eagle3)]
+    if name == "ours" and args.verify_width:
+        flags += ["--speculative-dflash-verify-width", args.verify_width]
     plugins = PLUGINS.get(name, []) + ([] if torch.cuda.is_available() else ["dflash_cpu"])
     environment = {"OMP_NUM_THREADS": str(max(1, args.threads // args.tp))}
     if step_times is not None:

@@ -27,7 +27,7 @@ from benchmark.workloads import Prompt
 from sglang_dflash.launch import ServerFailed
 from sglang_dflash.tiny import TARGET
 
-AXES = ("block_size", "tp", "page_size", "attention_backend")
+AXES = ("block_size", "verify_width", "tp", "page_size", "attention_backend")
 WARM_UP_PROMPTS = 8
 OPTIONAL = ("ngram", "eagle3")
 NO_SAMPLING = "off CUDA the built-in verifies by argmax, whatever the temperature"

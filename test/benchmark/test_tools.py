@@ -104,7 +104,12 @@ def point(side: str, concurrency: int, speeds: list[float]) -> dict[str, Any]:
     found = {"accept_length": 2.3, "per_position": shares, "accuracy": 0.75}
     return {
         **{"workload": "word", "temperature": 0.0, "block_size": None, "tp": 1, "page_size": 1},
-        **{"attention_backend": None, "side": side, "concurrency": concurrency},
+        **{
+            "verify_width": None,
+            "attention_backend": None,
+            "side": side,
+            "concurrency": concurrency,
+        },
         "repeats": [{"tok_s": s, "by_workload": {"word": found}} for s in speeds],
         "latency": {"ttft_p50_ms": 9.0, "ttft_p99_ms": 12.0, "itl_p50_ms": 2.0, "itl_p99_ms": 5.0},
     }
