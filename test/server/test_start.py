@@ -361,5 +361,5 @@ def test_ranks_that_round_differently_stay_together(expected, tmp_path):
         client.generate_many(PROMPTS, temperature=1.0)
         client.flush()
     first, second = ((tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1))
-    assert len(first) > 100
+    assert len(first) > 20
     assert first == second
