@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tensor_model_parallel_world_size
-from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.models.utils import apply_qk_norm
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -87,33 +83,6 @@ class DFlashAttention(nn.Module):
         return output
 
 
-class DFlashMLP(nn.Module):
-    def __init__(
-        self, config: DFlashConfig, layer_id: int, quant_config: QuantizationConfig | None
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [config.intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"layers.{layer_id}.mlp.gate_up_proj",
-        )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size,
-            config.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"layers.{layer_id}.mlp.down_proj",
-        )
-        self.act_fn = SiluAndMul()
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up, _ = self.gate_up_proj(x)
-        output, _ = self.down_proj(self.act_fn(gate_up))
-        return output
-
-
 class DFlashLayer(nn.Module):
     def __init__(
         self,
@@ -126,7 +95,13 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DFlashAttention(config, layer_id, rotary_emb, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DFlashMLP(config, layer_id, quant_config)
+        self.mlp = Qwen2MLP(
+            config.hidden_size,
+            config.intermediate_size,
+            hidden_act="silu",
+            quant_config=quant_config,
+            prefix=f"layers.{layer_id}.mlp",
+        )
 
     def forward(
         self,

@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -19,12 +18,6 @@ logger = logging.getLogger(__name__)
 
 PROBE = 50  # steps between two that verify the whole block, so that every position is seen again
 REPEATS = 3
-
-
-class Width(Protocol):
-    def cut(self, block: DFlashBlock) -> DFlashBlock: ...
-
-    def observe(self, verified: Verified) -> None: ...
 
 
 class FixedWidth:

@@ -30,7 +30,7 @@ from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verifier
-from sglang_dflash.runtime.width import BestWidth, FixedWidth, Width, measured_times
+from sglang_dflash.runtime.width import BestWidth, FixedWidth, measured_times
 from sglang_dflash.runtime.window import WholeContext, WindowedContext
 from sglang_dflash.server_args import draft_config
 from sglang_dflash.verify_width import verify_width
@@ -39,20 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class DFlashWorker:
-    """Owns the draft; shares the target's rows and allocator. Constructor as SGLang calls it."""
+    """Owns the draft; shares the target's rows and allocator."""
 
     def __init__(
-        self,
-        server_args: ServerArgs,
-        gpu_id: int,
-        tp_rank: int,
-        dp_rank: int | None,
-        moe_ep_rank: int,
-        attn_cp_rank: int,
-        moe_dp_rank: int,
-        nccl_port: int,
-        target_worker: TpModelWorker,
+        self, server_args: ServerArgs, target_worker: TpModelWorker, **place: int | None
     ) -> None:
+        """place: GPU, ranks and port, as SGLang hands them to every worker."""
         self.server_args = server_args
         self.target_worker = target_worker
         self.model_runner = target_worker.model_runner
@@ -63,18 +55,7 @@ class DFlashWorker:
         context: WholeContext | WindowedContext = WholeContext(rows)
         if (window := server_args.speculative_draft_window_size) is not None:
             context = WindowedContext(rows, window, block_size, server_args.page_size)
-        self.draft_worker = _draft_worker(
-            server_args,
-            target_worker,
-            context.rows,
-            gpu_id=gpu_id,
-            tp_rank=tp_rank,
-            dp_rank=dp_rank,
-            moe_ep_rank=moe_ep_rank,
-            attn_cp_rank=attn_cp_rank,
-            moe_dp_rank=moe_dp_rank,
-            nccl_port=nccl_port,
-        )
+        self.draft_worker = _draft_worker(server_args, target_worker, context.rows, **place)
         self.draft_model_runner = self.draft_worker.model_runner
         model = self.draft_model_runner.model
         self.slots = Slots(rows, allocator)
@@ -82,14 +63,14 @@ class DFlashWorker:
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
-        counted = server_args.enable_metrics and tp_rank == 0
+        counted = server_args.enable_metrics and place["tp_rank"] == 0
         counters = StepCounters(block_size) if counted else None
         width = verify_width(server_args)
         self.committer = Committer(self.context_kv, block_size, width != block_size, counters)
         self._block_size = block_size
         self.width = self._best_width() if width is None else FixedWidth(width)
         _keep_block_in_pool(target_worker, block_size)
-        if tp_rank == 0:
+        if place["tp_rank"] == 0:
             logger.info(
                 "sglang-dflash %s: draft=%s format=%s block_size=%d layers=%d target_layer_ids=%s "
                 "attention(target=%s, draft=%s) tp=%d",
@@ -137,7 +118,7 @@ class DFlashWorker:
         result.next_token_ids = anchors
         return result
 
-    def _best_width(self) -> Width:
+    def _best_width(self) -> BestWidth:
         """Rehearse steps of all sizes on the dummy slot, to know what they cost here."""
         most = self.server_args.max_running_requests
         times = measured_times(self._rehearse, most, self._block_size)
@@ -165,7 +146,7 @@ class DFlashWorker:
 
 
 def _draft_worker(
-    server_args: ServerArgs, target: TpModelWorker, rows: ReqToTokenPool, **ranks: int | None
+    server_args: ServerArgs, target: TpModelWorker, rows: ReqToTokenPool, **place: int | None
 ) -> TpModelWorker:
     """A TP worker of the draft on these rows and the target's allocator, graphs captured last.
 
@@ -193,7 +174,7 @@ def _draft_worker(
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=allocator,
             memory_pool_config=target.model_runner.memory_pool_config,
-            **ranks,
+            **place,
         )
         weigh = verify_width(server_args) is None
         worker.model_runner.model.bind(target.model_runner.model, draft_width, weigh)
