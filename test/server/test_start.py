@@ -205,7 +205,7 @@ def test_small_pool_retracts_over_http(reference):
     """32 at once on KV for a few: some are retracted, all get the target's own tokens."""
     prompts = mixed_prompts()
     alone = reference.generate_many(prompts, max_new_tokens=96)
-    flags = ["--max-total-tokens", "2048", "--page-size", "4"]
+    flags = ["--max-total-tokens", "1024", "--page-size", "4"]
     with running(*flags, "--schedule-conservativeness", "0.01", dflash=True) as client:
         answers = client.generate_many(prompts, max_new_tokens=96)
         client.flush()
