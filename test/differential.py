@@ -31,6 +31,7 @@ SERVER_FLAGS = [
     "qwen25",
 ]
 VALUE_TOLERANCE = 1e-5  # logprobs, relative below -1
+ANSWER_SHOWN = 3000  # characters
 STATE_TOLERANCE = 1e-3  # hidden states, whose size is about 30
 IGNORED = {  # what two equal answers of two servers may differ in
     "id",
@@ -416,13 +417,14 @@ def compare(
         for feature in request.features:
             report.features[feature] = report.features.get(feature, 0) + 1
         if found := judge(request, ours, theirs):
-            report.differing.append((request, found))
+            answers = (json.dumps(answer)[:ANSWER_SHOWN] for answer in (ours, theirs))
+            report.differing.append((request, "\n  ".join([found[:600], *answers])))
     return report
 
 
 def show(report: Report, seed: int) -> None:
     for request, found in report.differing:
-        print(f"\nREQUEST {request.number} (seed {seed}) DIFFERS: {found[:600]}")
+        print(f"\nREQUEST {request.number} (seed {seed}) DIFFERS: {found}")
         print(f"  {request.path} {json.dumps(request.body)[:1500]}")
     print(json.dumps({"features": dict(sorted(report.features.items()))}))
     print(
