@@ -31,6 +31,7 @@ def validate_request(req: Any) -> str | None:
         tokens["stop_token_ids"] = params.stop_token_ids
     for field, ids in tokens.items():
         if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
+            req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
             return f"{field} names a token outside the vocabulary, which has {req.vocab_size}."
     return None
 
@@ -146,6 +147,17 @@ def meta_info(
     meta_info["spec_accepted_per_position"] = [
         sum(histogram[position:]) for position in range(1, size)
     ]
+
+
+def streamed_logprobs(
+    original: Any, serving: Any, logprobs: Any, use_token_index: bool = False
+) -> Any:
+    """AROUND `OpenAIServingChat._process_logprobs_tokens`: every token has its own top logprobs.
+
+    SGLang gives all tokens of a streamed chunk those of the first: its chunks hold one token.
+    """
+    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    return original(serving, logprobs, use_token_index=use_token_index or dflash)
 
 
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:

@@ -86,6 +86,12 @@ DFLASH_HOOKS = (
         "acceptance by block position is no field of SGLang's",
     ),
     Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",
+        "AROUND",
+        "hooks:streamed_logprobs",
+        "SGLang streams the first token's top logprobs for all tokens of a chunk",
+    ),
+    Hook(
         "layers.utils.logprob.get_token_ids_logprobs_raw",
         "AROUND",
         "hooks:token_ids_logprobs",

@@ -120,6 +120,18 @@ def _count(reqs: list[Req], accepted: list[int]) -> None:
         req.update_spec_correct_drafts_histogram(count)
 
 
+def append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:
+    """The last layer's states of each request's last chunk of prompt. states: [tokens, .. + H].
+
+    SGLang itself takes a request's rows where they would be if all requests wanted theirs and no
+    prefix were cached.
+    """
+    last_layer = states[:, -batch.model_config.hidden_size :]
+    for req, rows in zip(batch.reqs, last_layer.split(batch.extend_lens), strict=True):
+        if req.return_hidden_states and req.inflight_middle_chunks <= 0:
+            req.hidden_states.append(rows.tolist())
+
+
 def _append_hidden_states(batch: ScheduleBatch, states: Tensor, tokens: list[list[int]]) -> None:
     """The last layer's state of each committed token's row. states: [B * N, .. + H]."""
     by_row = states[:, -batch.model_config.hidden_size :].unflatten(0, (len(batch.reqs), -1))

@@ -22,7 +22,7 @@ from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import ceil_align
 from sglang_dflash.core.width import StepTimes
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.runtime.committer import Committer
+from sglang_dflash.runtime.committer import Committer, append_prompt_states
 from sglang_dflash.runtime.drafter import Drafter
 from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.logprobs import attach_after_prefill
@@ -110,10 +110,9 @@ class DFlashWorker:
         self.context_kv.write(
             output.hidden_states, forward_batch.positions.long(), batch.out_cache_loc
         )
-        last_layer = slice(-self.model_config.hidden_size, None)
-        output.hidden_states = (
-            output.hidden_states[:, last_layer] if batch.return_hidden_states else None
-        )
+        if batch.return_hidden_states:
+            append_prompt_states(batch, output.hidden_states)
+        output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
         result.next_token_ids = anchors
         return result

@@ -228,3 +228,26 @@ def test_sampled_answers_have_the_targets_distribution(server, reference):
     observed.append(drawn - sum(observed))
     wanted.append(drawn - sum(wanted))
     assert chisquare(observed, wanted).pvalue > 0.001, (observed, wanted)
+
+
+def test_streamed_logprobs(server, openai):
+    """Each streamed token has its own top logprobs, also where a chunk brings several."""
+    ask = {
+        "model": "default",
+        "messages": [{"role": "user", "content": WORD[0].prompt}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = openai.chat.completions.create(**ask).choices[0].logprobs.content
+    chunks = [
+        chunk.choices[0].logprobs.content
+        for chunk in openai.chat.completions.create(**ask, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+    ]
+    assert max(map(len, chunks)) > 1
+    streamed = [token for chunk in chunks for token in chunk]
+    assert [[t.token for t in token.top_logprobs] for token in streamed] == [
+        [t.token for t in token.top_logprobs] for token in whole
+    ]

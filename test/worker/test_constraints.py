@@ -250,9 +250,10 @@ def test_hidden_states(target, draft, alone):
     for accept in (0, 7):
         with InProcess(target, draft, **flags) as engine:
             forced = force(engine, lambda _, accept=accept: accept)
+            others = [engine.add(prompt(281 + i, 9), max_new_tokens=1) for i in range(2)]
             req = engine.add(ids, **options)
             forced.truth[req.rid] = truth
-            engine.run(req)
+            engine.run(*others, req)
         assert len(req.hidden_states) == len(expected) == 20
         for got, want in zip(req.hidden_states, expected, strict=True):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
