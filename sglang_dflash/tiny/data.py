@@ -13,6 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -306,13 +307,19 @@ def functions(held_out: bool) -> Iterator[str]:
             yield "".join(block)
 
 
+@cache
 def code_prompts() -> list[Example]:
-    """Held-out source to continue: the first 6 lines of a block that starts with def or class."""
+    """Held-out source to continue: the first 6 lines of a block that starts with def or class.
+
+    Some modules repeat each other's: an opening that training reads elsewhere is no prompt.
+    """
+    trained = "".join(functions(held_out=False))
     found = []
     for block in functions(held_out=True):
         lines = block.splitlines(keepends=True)
-        if block.startswith(("def ", "class ")) and len(lines) > 12:
-            found.append(Example("code", "".join(lines[:6]), "".join(lines[6:])))
+        opening = "".join(lines[:6])
+        if block.startswith(("def ", "class ")) and len(lines) > 12 and opening not in trained:
+            found.append(Example("code", opening, "".join(lines[6:])))
     return found
 
 

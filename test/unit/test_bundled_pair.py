@@ -81,14 +81,18 @@ def test_training_sees_no_held_out_prompt():
 
 
 def test_held_out_code_is_not_trained_on():
-    """No held-out block is in training; the standard library repeats a few of their openings."""
+    """Neither the prompt nor the block that it opens stands anywhere in training's source."""
     trained = "\0".join(data.functions(held_out=False))
     examples = data.held_out("code", 200)
-    assert not [e for e in examples if e.prompt + e.answer in trained]
-    assert sum(e.prompt in trained for e in examples) <= len(examples) / 20
+    assert len(examples) > 100
+    assert not [e for e in examples if e.prompt in trained]
 
 
-GOALS = {"word": 5.0, "json": 4.0, "code": 1.7}  # code reaches 2.04 on 197 prompts, these are few
+GOALS = {
+    "word": 5.0,
+    "json": 4.0,
+    "code": 1.7,
+}  # code reaches the goal on all prompts, these are few
 
 
 @pytest.fixture(scope="module")
