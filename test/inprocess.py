@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import zmq
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from sglang.srt.plugins import load_plugins
 
