@@ -22,7 +22,17 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=str)
+IN_CI = ("page16-chunk32", "page256-noradix", "tp2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in IN_CI else pytest.mark.full)
+        for name in CONFIGURATIONS
+    ],
+    ids=str,
+)
 def server(request) -> Iterator[tuple[str, Client]]:
     with running(*CONFIGURATIONS[request.param], dflash=True) as client:
         yield request.param, client
