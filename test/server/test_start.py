@@ -35,8 +35,8 @@ KV = 26_624  # bytes of KV a token of the bundled pair in fp32, target 20,480 an
 
 
 def clean_environment(**additions: str) -> dict[str, str]:
-    """This process's environment without anything that steers SGLang or torch."""
-    steering = ("SGLANG", "TORCH", "OMP", "PYTHONPATH")
+    """This process's environment without anything that steers SGLang; one OpenMP thread stays."""
+    steering = ("SGLANG", "TORCH", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     return kept | additions
 
