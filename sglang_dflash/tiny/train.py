@@ -532,7 +532,7 @@ def main() -> None:
     )
     parser.add_argument("--target-steps", type=int, default=1250)
     parser.add_argument("--answers", type=int, default=10_000)
-    parser.add_argument("--draft-steps", type=int, default=1000)
+    parser.add_argument("--draft-steps", type=int, default=1150)
     parser.add_argument("--evaluate", type=int, default=96, help="held-out prompts of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
