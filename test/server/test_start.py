@@ -71,6 +71,7 @@ ENGINE = """
             dtype="float32",
             speculative_algorithm="DFLASH",
             speculative_draft_model_path={draft!r},
+            log_level="info",
         )
         parameters = {{"temperature": 0, "max_new_tokens": 64}}
         answers = engine.generate({prompts!r}, parameters)
