@@ -41,6 +41,7 @@ IGNORED = {  # what two equal answers of two servers may differ in
     "weight_version",
     "prompt_tokens_details",
     "cached_tokens_details",
+    "num_retractions",
     "request_received_ts",
     "response_sent_to_client_ts",
     "tool_call_id",
