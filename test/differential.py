@@ -330,9 +330,8 @@ def logprob_items(logprobs: dict[str, Any] | None) -> list[Any]:
         return []
     if "content" in logprobs:
         return logprobs["content"] or []
-    return list(
-        zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-    )
+    columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    return [list(item) for item in zip(*columns, strict=True)]
 
 
 def ask_with_company(url: str, request: Request, scale: float) -> Any:
