@@ -21,6 +21,7 @@ import requests
 START_SECONDS = 600
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
+RANDOM = random.SystemRandom()  # SGLang seeds the common one, alike in any two processes
 SECOND_PORT = 10_000  # SGLang listens there as well, counted from the first
 PORTS = range(12_000, 22_000)  # both lie below the ports that outgoing connections are given
 
@@ -28,7 +29,7 @@ PORTS = range(12_000, 22_000)  # both lie below the ports that outgoing connecti
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that is free now, and so is its second port."""
     while True:
-        port = random.choice(PORTS)
+        port = RANDOM.choice(PORTS)
         with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + SECOND_PORT))
