@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PAIR := sglang_dflash/tiny
 PORT ?= 30000
+# Where this is set, every process compiles all of SGLang anew: half of a server's start.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test test-full check style lock bench results clean
 

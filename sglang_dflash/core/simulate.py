@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -12,8 +13,13 @@ def simulated_commit(step: int, accept_length: float, width: int, seed: int = 0)
     Always the whole number below or above `accept_length`, and after any number of steps the sum is
     within 1 of `steps * accept_length`. The seed sets where in the pattern it begins.
     """
-    phase = random.Random(seed).random()
+    phase = _phase(seed)
     commit = math.floor((step + 1) * accept_length + phase) - math.floor(
         step * accept_length + phase
     )
     return max(1, min(commit, width))
+
+
+@functools.cache
+def _phase(seed: int) -> float:
+    return random.Random(seed).random()

@@ -7,12 +7,9 @@ SGLang frees the surplus with the request (`Req.pop_overallocated_kv_cache`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
+GRAIN = 64  # slots are taken in runs of this many, so that most steps take none
 
 
 def ceil_align(value: int, page_size: int) -> int:
@@ -22,44 +19,12 @@ def ceil_align(value: int, page_size: int) -> int:
 def reserved_end(committed: int, count: int, page_size: int, row_width: int) -> int:
     """Where a request's slots must end so that `count` tokens fit behind its committed ones.
 
-    A row is wider than the context by more than a block, so only page rounding can reach its end.
+    A row is wider than the context by more than a block, so only rounding can reach its end.
     """
-    return min(ceil_align(committed + count, page_size), row_width)
+    return min(ceil_align(committed + count, math.lcm(GRAIN, page_size)), row_width)
 
 
-@dataclass(frozen=True)
-class Growth:
-    """New positions of a batch, flat, in request order.
-
-    Positions below the page end of what a request already holds continue its last page
-    (`last_slot + 1 + ...`); all others take the new pages in order.
-    """
-
-    request: Ints  # [T] index of the request in the batch
-    position: Ints  # [T] position in the request's row
-    in_tail: NDArray[np.bool_]  # [T] continues the request's last page
-    tail_offset: Ints  # [T] slot - slot of the request's last position; valid where in_tail
-    page_slot: Ints  # [T] index into the slots of the new pages; -1 where in_tail
-    num_pages: int
-
-
-def grow(have: list[int], want: list[int], page_size: int) -> Growth:
-    """Extend request i from `have[i]` to `want[i]` positions; lengths are equal, have <= want."""
-    old, new = np.asarray(have, np.int64), np.asarray(want, np.int64)
-    counts = new - old
-    assert (counts >= 0).all()
-    request = np.repeat(np.arange(len(old)), counts)
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    position = old[request] + within
-    old_end, new_end = -(-old // page_size) * page_size, -(-new // page_size) * page_size
-    pages = np.maximum(new_end - old_end, 0) // page_size
-    in_tail = position < old_end[request]
-    first_slot = (np.cumsum(pages) - pages) * page_size
-    return Growth(
-        request=request,
-        position=position,
-        in_tail=in_tail,
-        tail_offset=within + 1,
-        page_slot=np.where(in_tail, -1, first_slot[request] + position - old_end[request]),
-        num_pages=int(pages.sum()),
-    )
+def longest(pool: int, count: int, page_size: int) -> int:
+    """The most committed tokens behind which a pool of this size can still reserve `count`."""
+    grain = math.lcm(GRAIN, page_size)
+    return pool // grain * grain - count

@@ -41,7 +41,7 @@ def alloc_extend(
     num_new_pages: int | None = None,
 ) -> Tensor | None:
     """REPLACE `PagedTokenToKVPoolAllocator.alloc_extend`."""
-    from sglang_dflash.core.slots import grow
+    from sglang_dflash.cpu.slots import grow
 
     page = allocator.page_size
     growth = grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), page)

@@ -10,6 +10,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+from sglang_dflash.kernels.argmax import argmax
+
 CERTAIN = 2**20  # a probability of 1 as an integer
 ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
 
@@ -92,7 +94,8 @@ class Vocabulary:
     def _best(self, hidden: Tensor, weigh: bool = False) -> tuple[Tensor, Tensor]:
         """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
         logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
-        value, index = logits.max(dim=-1)
+        index = argmax(logits)
+        value = logits.gather(1, index[:, None]).squeeze(1)
         mass = [logits.float().logsumexp(dim=-1)] if weigh else []
         if self._ranks == 1:
             return index, (value - mass[0]).exp() if weigh else value

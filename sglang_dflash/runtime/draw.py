@@ -17,6 +17,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
+from sglang_dflash.kernels.argmax import argmax
 from sglang_dflash.runtime.constraints import (
     mask_by_grammar,
     penalties_of,
@@ -66,7 +67,7 @@ class TargetDraw:
     def _draw(self, logits: Tensor, batch: ScheduleBatch, positions: Tensor) -> Tensor:
         info = batch.sampling_info
         if info.is_all_greedy:
-            return logits.argmax(dim=-1)
+            return argmax(logits)
         rows = _repeat(info, positions.shape[1])
         probs = torch.softmax(logits / rows.temperatures, dim=-1)
         if rows.sampling_seed is not None:
@@ -78,7 +79,7 @@ class TargetDraw:
             drawn = self._sampler._sample_from_probs(
                 probs, rows, positions.flatten(), simple
             ).long()
-        return torch.where(rows.top_ks <= 1, logits.argmax(dim=-1), drawn)
+        return torch.where(rows.top_ks <= 1, argmax(logits), drawn)
 
     def _draw_seeded(
         self, probs: Tensor, rows: SamplingBatchInfo, reqs: list[Req], positions: Tensor

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
-from torch.nn import functional as F
 
-from sglang_dflash.core.slots import Ints, grow, reserved_end
+from sglang_dflash.core.slots import reserved_end
 
 
 class Slots:
@@ -25,32 +22,29 @@ class Slots:
 
         The scheduler makes sure of the memory before each decode step, by `tokens_for_next_decode`.
         """
-        width, page = self._table.shape[1], self._page_size
-        wanted = [
-            (row, req, reserved_end(req.kv_committed_len, count, page, width))
-            for row, req in enumerate(batch.reqs)
-            if req.kv_allocated_len < req.kv_committed_len + count
-        ]
-        if not wanted:
+        short = [r for r in batch.reqs if r.kv_allocated_len < r.kv_committed_len + count]
+        if not short:
             return
-        growth = grow([req.kv_allocated_len for _, req, _ in wanted], [w for *_, w in wanted], page)
-        fresh = self._allocator.alloc(growth.num_pages * page)
-        assert fresh is not None, "decode started without the memory that check_decode_mem promised"
-        device = self._table.device
+        width, page = self._table.shape[1], self._page_size
+        have = [req.kv_allocated_len for req in short]
+        want = [reserved_end(req.kv_committed_len, count, page, width) for req in short]
+        slots = self._alloc([req.req_pool_idx for req in short], have, want)
+        assert slots is not None, "decode started without the memory that check_decode_mem promised"
+        sizes = [end - start for start, end in zip(have, want, strict=True)]
+        for req, end, part in zip(short, want, slots.split(sizes), strict=True):
+            self._table[req.req_pool_idx, req.kv_allocated_len : end] = part
+            req.kv_allocated_len = end
 
-        def to_device(host: Ints | NDArray[np.bool_]) -> Tensor:
-            return torch.from_numpy(host).to(device, non_blocking=True)
-
-        row = batch.req_pool_indices[to_device(np.array([row for row, *_ in wanted]))]
-        request, position = to_device(growth.request), to_device(growth.position)
-        slots = F.pad(fresh, (1, 0))[to_device(growth.page_slot + 1)]
-        if growth.in_tail.any():
-            last = to_device(np.array([req.kv_allocated_len - 1 for _, req, _ in wanted]))
-            tail = self._table[row, last].long()[request] + to_device(growth.tail_offset)
-            slots = torch.where(to_device(growth.in_tail), tail, slots)
-        self._table[row[request], position] = slots.to(self._table.dtype)
-        for _, req, want in wanted:
-            req.kv_allocated_len = want
+    def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
+        """Slots that take these rows from `have` to `want` positions, one row's after another's."""
+        count = sum(want) - sum(have)
+        if self._page_size == 1:
+            return self._allocator.alloc(count)
+        start, end = torch.tensor(have), torch.tensor(want)
+        on_device = torch.stack([torch.tensor(rows), start, end])
+        row, *lens = on_device.to(self._table.device, non_blocking=True)
+        last = self._table[row, lens[0] - 1].long()
+        return self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
 
     def of(self, batch: ScheduleBatch, positions: Tensor) -> Tensor:
         """Slots of positions. positions: [B, n] int64 -> [B, n] int64."""

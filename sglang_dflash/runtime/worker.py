@@ -19,7 +19,7 @@ from sglang.srt.server_args import (
 
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
-from sglang_dflash.core.slots import ceil_align
+from sglang_dflash.core.slots import longest
 from sglang_dflash.core.width import StepTimes
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer, append_prompt_states
@@ -186,7 +186,7 @@ def _draft_worker(
 
 def _keep_block_in_pool(target: TpModelWorker, block_size: int) -> None:
     """Bound request lengths so that the last block of the longest one still fits the KV pool."""
-    room = target.max_total_num_tokens - ceil_align(block_size, target.server_args.page_size)
+    room = longest(target.max_total_num_tokens, block_size, target.server_args.page_size)
     if room < target.max_req_len:
         logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
         target.max_req_len = room

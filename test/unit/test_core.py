@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from sglang_dflash.core.accept import accept
 from sglang_dflash.core.block import block_positions, masked_block
-from sglang_dflash.core.slots import ceil_align, grow, reserved_end
+from sglang_dflash.core.slots import ceil_align, longest, reserved_end
+from sglang_dflash.cpu.slots import grow
 
 
 def slow_accept(block: list[int], drawn: list[int]) -> list[int]:
@@ -83,6 +84,15 @@ def test_grow(page, lengths):
 
 
 def test_reserved_end():
-    assert reserved_end(10, 16, 1, 4096) == 26
-    assert reserved_end(10, 16, 16, 4096) == 32
+    assert reserved_end(10, 16, 1, 4096) == 64
+    assert reserved_end(48, 16, 1, 4096) == 64
+    assert reserved_end(49, 16, 16, 4096) == 128
+    assert reserved_end(10, 16, 256, 4096) == 256
+    assert reserved_end(10, 16, 48, 4096) == 192  # whole pages
     assert reserved_end(4090, 16, 256, 4116) == 4116
+
+
+@given(st.integers(300, 5000), st.integers(2, 16), st.sampled_from([1, 4, 48, 256]))
+def test_longest_request_can_reserve_its_block(pool, count, page):
+    room = longest(pool // page * page, count, page)
+    assert reserved_end(room, count, page, 10**6) <= pool
