@@ -13,15 +13,20 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import requests
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from sglang_dflash.tiny import data
-from test.server.conftest import chat, running
+from test.plugins import distribution
+from test.server.conftest import Client, chat, running
 
 SERVER_FLAGS = [
     "--enable-deterministic-inference",
@@ -30,6 +35,19 @@ SERVER_FLAGS = [
     "--tool-call-parser",
     "qwen25",
 ]
+# SGLang applies penalties in the order of a set of classes, another in every process. Here the
+# reference adds before it scales, as ours does.
+ORDERED = """
+    def plugin():
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def ordered(orchestrator, vocab_size, batch, penalizers):
+            by_name = sorted(penalizers, key=lambda penalizer: penalizer.__name__)
+            return (orchestrator, vocab_size, batch, by_name), {}
+
+        orchestrator = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
+        HookRegistry.register(f"{orchestrator}.__init__", ordered, HookType.BEFORE)
+"""
 VALUE_TOLERANCE = 1e-5  # logprobs, relative below -1
 ANSWER_SHOWN = 3000  # characters
 STATE_TOLERANCE = 1e-3  # hidden states, whose size is about 30
@@ -292,6 +310,15 @@ def seeded(request: Request, seed: int) -> Request:
 # asking
 
 
+@contextmanager
+def reference() -> Iterator[Client]:
+    """A server without speculation."""
+    with TemporaryDirectory() as folder:
+        path = distribution(Path(folder), "ordered", "1.0", ORDERED)
+        with running(*SERVER_FLAGS, dflash=False, environment={"PYTHONPATH": str(path)}) as client:
+            yield client
+
+
 def ask(url: str, request: Request) -> Any:
     """The answer: JSON, or for a stream its chunks joined; an error as its status and text."""
     stream = request.body.get("stream", False)
@@ -441,10 +468,10 @@ def main() -> int:
     numbers = range(arguments.requests) if arguments.only is None else arguments.only
     asked = [seeded(draw(number, arguments.seed), arguments.seed) for number in numbers]
     with (
-        running(*SERVER_FLAGS, dflash=False) as reference,
+        reference() as plain,
         running(*SERVER_FLAGS, *flags, dflash=True) as dflash,
     ):
-        report = compare(asked, reference.url, dflash.url)
+        report = compare(asked, plain.url, dflash.url)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -60,20 +62,18 @@ def best_width(survival: Tensor, seconds: Tensor) -> int:
 
 
 class StepTimes:
-    """Seconds of a step by batch size and width, with straight lines between measured points."""
+    """Seconds of a step by batch size and width, with straight lines between measured widths."""
 
     def __init__(self, measured: dict[tuple[int, int], float], block_size: int) -> None:
         """measured: seconds by (batch, width); every batch has the same widths, 2..N among them."""
         self._batches = sorted({batch for batch, _ in measured})
         widths = sorted({width for _, width in measured})
-        self._rows = [
+        rows = [
             np.interp(range(2, block_size + 1), widths, [measured[batch, w] for w in widths])
             for batch in self._batches
         ]
+        self._seconds = torch.tensor(np.array(rows), dtype=torch.float32)
 
     def at(self, batch: int) -> Tensor:
-        """Seconds at width 2..N, [N-1] float32."""
-        columns = [
-            np.interp(batch, self._batches, column) for column in zip(*self._rows, strict=True)
-        ]
-        return torch.tensor(columns, dtype=torch.float32)
+        """Seconds at width 2..N, [N-1] float32, of the smallest measured batch that holds these."""
+        return self._seconds[bisect.bisect_left(self._batches, batch)]

@@ -25,9 +25,8 @@ class ContextKV:
 
     def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
         self.model, self.pool = model, pool
-        attention: list[Any] = [layer.self_attn for layer in model.layers]
-        first = attention[0]
-        self._attention = attention
+        self._attention: list[Any] = [layer.self_attn for layer in model.layers]
+        attention, first = self._attention, self._attention[0]
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
         self._eps = first.k_norm.variance_epsilon
         self._pools = Pools.of(

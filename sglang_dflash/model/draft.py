@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.distributed import get_tensor_model_parallel_world_size
@@ -25,18 +25,17 @@ from sglang_dflash.model.loading import load
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import CERTAIN, Vocabulary
 
+Quantization: TypeAlias = QuantizationConfig | None
+
 
 class DFlashAttention(nn.Module):
     def __init__(
-        self,
-        config: DFlashConfig,
-        layer_id: int,
-        rotary_emb: DraftRotary,
-        quant_config: QuantizationConfig | None,
+        self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
         prefix = f"layers.{layer_id}.self_attn"
+        linear = {"bias": config.attention_bias, "quant_config": quant}
         self.head_dim = config.head_dim
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
         self.qkv_proj = QKVParallelLinear(
@@ -44,16 +43,14 @@ class DFlashAttention(nn.Module):
             config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            bias=config.attention_bias,
-            quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
+            **linear,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
             config.hidden_size,
-            bias=config.attention_bias,
-            quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
+            **linear,
         )
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -85,21 +82,17 @@ class DFlashAttention(nn.Module):
 
 class DFlashLayer(nn.Module):
     def __init__(
-        self,
-        config: DFlashConfig,
-        layer_id: int,
-        rotary_emb: DraftRotary,
-        quant_config: QuantizationConfig | None,
+        self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config, layer_id, rotary_emb, quant_config)
+        self.self_attn = DFlashAttention(config, layer_id, rotary_emb, quant)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen2MLP(
             config.hidden_size,
             config.intermediate_size,
             hidden_act="silu",
-            quant_config=quant_config,
+            quant_config=quant,
             prefix=f"layers.{layer_id}.mlp",
         )
 
@@ -129,10 +122,7 @@ class DFlashDraftModel(nn.Module):
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
+        self, config: PretrainedConfig, quant_config: Quantization = None, prefix: str = ""
     ) -> None:
         super().__init__()
         self.config = config
@@ -166,7 +156,7 @@ class DFlashDraftModel(nn.Module):
         weigh: tell the probability of each draft, too.
         """
         self.draft_width, self.weigh = draft_width, weigh
-        self.vocabulary = Vocabulary.of(
+        self.vocabulary = Vocabulary(
             target,
             getattr(self, "embed_tokens", None),
             getattr(self, "lm_head", None),

@@ -41,38 +41,27 @@ class Vocabulary:
 
     def __init__(
         self,
-        embedding: nn.Module,
-        lm_head: VocabParallelEmbedding | nn.Embedding,
-        processor: LogitsProcessor,
-        offsets: Tensor | None = None,
-    ) -> None:
-        self.embed = embedding
-        self.lm_head = lm_head
-        self._processor = processor
-        self._offsets = offsets  # [draft vocabulary] int64, target id - draft id
-        self._group = get_tp_group()
-        self._ranks = self._group.world_size
-        if isinstance(lm_head, nn.Embedding):  # Gemma's tied head: whole on every rank
-            self._columns, self._first_id, self._ranks = lm_head.num_embeddings, 0, 1
-        else:
-            shard = lm_head.shard_indices
-            self._columns = shard.num_org_elements  # padding and added rows lie behind these
-            self._first_id = shard.org_vocab_start_index
-
-    @classmethod
-    def of(
-        cls,
         target: Any,
         embedding: nn.Module | None = None,
         lm_head: VocabParallelEmbedding | None = None,
         offsets: Tensor | None = None,
-    ) -> Vocabulary:
-        """The target's vocabulary, with the draft's own parts in their place."""
+    ) -> None:
+        """offsets: [draft vocabulary] int64, target id - draft id."""
         language = language_model(target)
         head = lm_head or getattr(language, "lm_head", None) or getattr(target, "lm_head", None)
         assert head is not None, f"{type(target).__name__} has no LM head"
-        embedding = token_embedding(target) if embedding is None else embedding
-        return cls(embedding, head, logits_processor(target), offsets)
+        self.embed = token_embedding(target) if embedding is None else embedding
+        self.lm_head = head
+        self._processor = logits_processor(target)
+        self._offsets = offsets
+        self._group = get_tp_group()
+        self._ranks = self._group.world_size
+        if isinstance(head, nn.Embedding):  # Gemma's tied head: whole on every rank
+            self._columns, self._first_id, self._ranks = head.num_embeddings, 0, 1
+        else:
+            shard = head.shard_indices
+            self._columns = shard.num_org_elements  # padding and added rows lie behind these
+            self._first_id = shard.org_vocab_start_index
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """Target id of the largest logit, the lowest id on a tie, the same on every rank.

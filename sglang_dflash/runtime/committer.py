@@ -51,54 +51,56 @@ class Committer:
     def commit(self, batch: ScheduleBatch, verified: Verified) -> GenerationBatchResult:
         # All rows of a block are written: those behind the accepted ones lie in slots that the next
         # block overwrites before anything reads them.
-        block = verified.block
-        self._context_kv.write(verified.hidden_states, block.positions, block.slots.flatten())
+        block, output = verified.block, verified.output
+        self._context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
         if batch.sampling_info.penalizer_orchestrator.is_required:
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, verified.num_accepted + 1)
         packed = torch.cat([verified.target_ids, verified.num_accepted[:, None]], dim=1).tolist()
-        tokens = self._commit_requests(batch, packed)
-        accepted = [min(len(row), draws[-1]) for row, draws in zip(tokens, packed, strict=True)]
-        _count(batch.reqs, accepted)
-        if self._cuts:
-            self._count_verified(batch.reqs, block.draft_token_num - 1)
+        tokens, accepted = self._commit_requests(batch, packed, block.draft_token_num - 1)
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:
-            append_committed(batch, verified.logits_output.next_token_logits, tokens)
+            append_committed(batch, output.next_token_logits, tokens)
         if batch.return_hidden_states:
-            _append_hidden_states(batch, verified.hidden_states, tokens)
+            _append_hidden_states(batch, output.hidden_states, tokens)
         self._advance(batch, verified.num_accepted + 1, [len(row) for row in tokens])
         batch.spec_info = DFlashState(verified.bonus)
-        verified.logits_output.hidden_states = None
-        return GenerationBatchResult(
-            logits_output=verified.logits_output,
-            next_token_ids=verified.bonus,
-            num_correct_drafts=sum(accepted),
-            num_correct_drafts_per_req_cpu=accepted,
-            can_run_cuda_graph=verified.can_run_cuda_graph,
-        )
+        output.hidden_states = None
+        result = verified.result
+        result.next_token_ids = verified.bonus
+        result.num_correct_drafts = sum(accepted)
+        result.num_correct_drafts_per_req_cpu = accepted
+        return result
 
-    def _commit_requests(self, batch: ScheduleBatch, packed: list[list[int]]) -> list[list[int]]:
-        """packed: a row a request, its draws and then num_accepted. Returns the tokens taken."""
+    def _commit_requests(
+        self, batch: ScheduleBatch, packed: list[list[int]], drafts: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """Hand over tokens and count, in SGLang's own counters: steps, accepted drafts, histogram.
+
+        packed: a row a request, its draws and then num_accepted; drafts: how many were verified.
+        They are counted behind the histogram's N entries, where `hooks.meta_info` finds them.
+        Returns for each request the tokens that it took, and how many accepted drafts these hold.
+        """
         think_end = batch.model_config.think_end_id
-        committed = []
+        taken, accepted = [], []
         for req, row in zip(batch.reqs, packed, strict=True):
             tokens = row[: row[-1] + 1]
             tokens = tokens[: append_until_finished(req, tokens)]
             req.kv_committed_len += len(tokens)
             req.decode_batch_idx += 1
+            req.spec_verify_ct += 1
+            accepted.append(min(len(tokens), row[-1]))
+            req.spec_num_correct_drafts += accepted[-1]
+            req.update_spec_correct_drafts_histogram(accepted[-1])
+            if self._cuts:
+                histogram = req.spec_correct_drafts_histogram
+                histogram.extend([0] * (self._block_size + 1 - len(histogram)))
+                histogram[self._block_size] += drafts
             if req.require_reasoning and think_end is not None:
                 req.update_reasoning_tokens(tokens, think_end)
-            committed.append(tokens)
-        return committed
-
-    def _count_verified(self, reqs: list[Req], drafts: int) -> None:
-        """Count them in the entry behind the histogram's N, where `hooks.meta_info` finds them."""
-        for req in reqs:
-            histogram = req.spec_correct_drafts_histogram
-            histogram.extend([0] * (self._block_size + 1 - len(histogram)))
-            histogram[self._block_size] += drafts
+            taken.append(tokens)
+        return taken, accepted
 
     def _advance(self, batch: ScheduleBatch, lens: Tensor, taken: list[int]) -> None:
         """Advance all lengths in new tensors. lens: [B] int64 on device.
@@ -110,14 +112,6 @@ class Committer:
         batch.orig_seq_lens = batch.orig_seq_lens + lens.to(batch.orig_seq_lens.dtype)
         batch.seq_lens_cpu = batch.seq_lens_cpu + torch.tensor(taken)
         batch.seq_lens_sum = None
-
-
-def _count(reqs: list[Req], accepted: list[int]) -> None:
-    """SGLang's own counters of a request: steps, accepted drafts, histogram."""
-    for req, count in zip(reqs, accepted, strict=True):
-        req.spec_verify_ct += 1
-        req.spec_num_correct_drafts += count
-        req.update_spec_correct_drafts_histogram(count)
 
 
 def append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:

@@ -11,18 +11,14 @@ from sglang_dflash.core.block import block_positions, masked_block
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
-from sglang_dflash.runtime.window import WholeContext, WindowedContext
+from sglang_dflash.runtime.window import DraftWindow
 
 
 class Drafter:
     def __init__(
-        self,
-        runner: ModelRunner,
-        slots: Slots,
-        context: WholeContext | WindowedContext,
-        verify_width: int,
+        self, runner: ModelRunner, slots: Slots, window: DraftWindow | None, verify_width: int
     ) -> None:
-        self._runner, self._slots, self._context = runner, slots, context
+        self._runner, self._slots, self._window = runner, slots, window
         self._verify_width, self._draft_width = verify_width, runner.model.draft_width
         self._mask_token_id = runner.model.dflash.mask_token_id
 
@@ -36,7 +32,8 @@ class Drafter:
             slots=slots[:, : self._draft_width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        forward_batch = masked.forward_batch(batch.req_pool_indices, *self._context.lens(batch))
+        lens = self._window.lens(batch) if self._window else (batch.seq_lens, batch.seq_lens_cpu)
+        forward_batch = masked.forward_batch(batch.req_pool_indices, *lens)
         output = self._runner.forward(forward_batch).logits_output
         predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
         probability = None

@@ -11,9 +11,7 @@ class StepCounters:
 
         self._steps = Counter("sglang:spec_verify_steps", "Verify steps, a request each.")
         by_position = Counter(
-            "sglang:spec_accepted_tokens_per_position",
-            "Accepted drafts by block position, 1 behind the anchor.",
-            ["position"],
+            "sglang:spec_accepted_tokens_per_position", "Accepted drafts by position.", ["position"]
         )
         self._positions = [by_position.labels(str(p)) for p in range(1, verify_width)]
 

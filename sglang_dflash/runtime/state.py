@@ -58,6 +58,8 @@ class DFlashBlock(SpecInput):
 
     def first(self, width: int) -> DFlashBlock:
         """The block cut to its first `width` positions."""
+        if width == self.draft_token_num:
+            return self
         return DFlashBlock(
             self.token_ids[:, :width],
             self.position_ids[:, :width],

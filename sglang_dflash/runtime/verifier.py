@@ -10,6 +10,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
@@ -28,9 +29,13 @@ class Verified:
     target_ids: Tensor  # [B, N] int64, the target's draw after each block position
     num_accepted: Tensor  # [B] int64
     bonus: Tensor  # [B] int64
-    hidden_states: Tensor  # [B * N, K * H] features of the block, then [.., H] where requested
-    logits_output: LogitsProcessorOutput  # next_token_logits [B * N, V] as the draw saw them
-    can_run_cuda_graph: bool
+    result: GenerationBatchResult  # of the target's forward, `output` inside
+
+    @property
+    def output(self) -> LogitsProcessorOutput:
+        """next_token_logits: [B * N, V] as the draw saw them; hidden_states: [B * N, K * H], the
+        features of the block, then [.., H] of the last layer where requested."""
+        return self.result.logits_output
 
 
 class Verifier:
@@ -38,10 +43,7 @@ class Verifier:
         self._target, self._draw = target, draw
         self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated > 0:
-            logger.warning(
-                "SIMULATED ACCEPTANCE of %s tokens a step: the output is meaningless.",
-                self._simulated,
-            )
+            logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
 
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         view = copy.copy(batch)  # the scheduler's batch keeps its own mode, inputs and state
@@ -51,20 +53,10 @@ class Verifier:
         view.spec_info = block
         view.return_hidden_states = False
         result = self._target.forward_batch_generation(view, is_verify=True)
-        output = result.logits_output
-        target_ids = self._draw(
-            output.next_token_logits, batch, block.position_ids, block.token_ids
-        )
+        logits = result.logits_output.next_token_logits
+        target_ids = self._draw(logits, batch, block.position_ids, block.token_ids)
         num_accepted, bonus = accept(self._proposal(batch, block, target_ids), target_ids)
-        return Verified(
-            block=block,
-            target_ids=target_ids,
-            num_accepted=num_accepted,
-            bonus=bonus,
-            hidden_states=output.hidden_states,
-            logits_output=output,
-            can_run_cuda_graph=result.can_run_cuda_graph,
-        )
+        return Verified(block, target_ids, num_accepted, bonus, result)
 
     def _proposal(self, batch: ScheduleBatch, block: DFlashBlock, target_ids: Tensor) -> Tensor:
         """What is held against the target's draw, [B, N]: the block, except in two cases.

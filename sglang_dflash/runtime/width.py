@@ -1,9 +1,8 @@
-"""How much of a drafted block the target verifies: a fixed width, or the one that pays best."""
+"""How much of a drafted block the target verifies: as much as pays best."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 
@@ -14,21 +13,8 @@ from sglang_dflash.core.width import StepTimes, Survival, best_width
 from sglang_dflash.runtime.state import DFlashBlock
 from sglang_dflash.runtime.verifier import Verified
 
-logger = logging.getLogger(__name__)
-
 PROBE = 50  # steps between two that verify the whole block, so that every position is seen again
 REPEATS = 3
-
-
-class FixedWidth:
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def cut(self, block: DFlashBlock) -> DFlashBlock:
-        return block if block.draft_token_num == self._width else block.first(self._width)
-
-    def observe(self, verified: Verified) -> None:
-        """Nothing to learn."""
 
 
 class BestWidth:
@@ -39,13 +25,12 @@ class BestWidth:
         self._survival = Survival(block_size, device)
         self._steps = itertools.count()
 
-    def cut(self, block: DFlashBlock) -> DFlashBlock:
+    def choose(self, block: DFlashBlock) -> int:
         assert block.probability is not None
         if next(self._steps) % PROBE == 0:
-            return block
+            return self._block_size
         survival = self._survival(block.probability)
-        width = best_width(survival, self._times.at(len(survival)).to(survival.device))
-        return block if width == self._block_size else block.first(width)
+        return best_width(survival, self._times.at(len(survival)).to(survival.device))
 
     def observe(self, verified: Verified) -> None:
         block = verified.block

@@ -1,4 +1,4 @@
-"""What the draft sees of the context: all, or the last --speculative-draft-window-size tokens."""
+"""The draft sees only the last --speculative-draft-window-size tokens of the context."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from torch import Tensor
 from sglang_dflash.core.slots import ceil_align
 
 
-class WholeContext:
-    """The draft reads the target's own rows."""
-
-    def __init__(self, rows: ReqToTokenPool) -> None:
-        self.rows = rows
-
-    def lens(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor]:
-        """Context lengths of the draft's forward on device and host, [B] int64 each."""
-        return batch.seq_lens, batch.seq_lens_cpu
-
-
-class WindowedContext:
+class DraftWindow:
     """The draft reads rows of its own: the last `window` slots of the context, then the block's.
 
     Slots and RoPE positions stay the target's; only which of them a row lists differs. A row begins
@@ -41,7 +30,7 @@ class WindowedContext:
         return first // self._page_size * self._page_size
 
     def lens(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor]:
-        """Fill the rows of this batch; then as `WholeContext.lens`."""
+        """Fill the rows of this batch; their lengths on device and host, [B] int64 each."""
         start = self._start(batch.seq_lens)
         table = self._target.req_to_token
         width = min(self.rows.req_to_token.shape[1], table.shape[1])

@@ -30,8 +30,8 @@ from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verifier
-from sglang_dflash.runtime.width import BestWidth, FixedWidth, measured_times
-from sglang_dflash.runtime.window import WholeContext, WindowedContext
+from sglang_dflash.runtime.width import BestWidth, measured_times
+from sglang_dflash.runtime.window import DraftWindow
 from sglang_dflash.server_args import draft_config
 from sglang_dflash.verify_width import verify_width
 
@@ -52,14 +52,15 @@ class DFlashWorker:
         self.device = target_worker.device
         block_size = server_args.speculative_num_draft_tokens
         rows, allocator = target_worker.get_memory_pool()
-        context: WholeContext | WindowedContext = WholeContext(rows)
-        if (window := server_args.speculative_draft_window_size) is not None:
-            context = WindowedContext(rows, window, block_size, server_args.page_size)
-        self.draft_worker = _draft_worker(server_args, target_worker, context.rows, **place)
+        window = None
+        if (size := server_args.speculative_draft_window_size) is not None:
+            window = DraftWindow(rows, size, block_size, server_args.page_size)
+        draft_rows = window.rows if window else rows
+        self.draft_worker = _draft_worker(server_args, target_worker, draft_rows, **place)
         self.draft_model_runner = self.draft_worker.model_runner
         model = self.draft_model_runner.model
         self.slots = Slots(rows, allocator)
-        self.drafter = Drafter(self.draft_model_runner, self.slots, context, block_size)
+        self.drafter = Drafter(self.draft_model_runner, self.slots, window, block_size)
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
@@ -67,22 +68,17 @@ class DFlashWorker:
         counters = StepCounters(block_size) if counted else None
         width = verify_width(server_args)
         self.committer = Committer(self.context_kv, block_size, width != block_size, counters)
-        self._block_size = block_size
-        self.width = self._best_width() if width is None else FixedWidth(width)
+        self._block_size, self._width = block_size, width or block_size
+        self.best_width = self._best_width() if width is None else None
         _keep_block_in_pool(target_worker, block_size)
         if place["tp_rank"] == 0:
+            target = "/".join(sorted(set(server_args.get_attention_backends())))
+            draft, own = model.dflash, self.draft_model_runner.server_args.attention_backend
             logger.info(
-                "sglang-dflash %s: draft=%s format=%s block_size=%d layers=%d target_layer_ids=%s "
-                "attention(target=%s, draft=%s) tp=%d",
-                __version__,
-                server_args.speculative_draft_model_path,
-                model.dflash.format,
-                block_size,
-                model.dflash.num_layers,
-                list(model.dflash.target_layer_ids),
-                "/".join(sorted(set(server_args.get_attention_backends()))),
-                self.draft_model_runner.server_args.attention_backend,
-                server_args.tp_size,
+                f"sglang-dflash {__version__}: draft={server_args.speculative_draft_model_path} "
+                f"format={draft.format} block_size={block_size} layers={draft.num_layers} "
+                f"target_layer_ids={list(draft.target_layer_ids)} "
+                f"attention(target={target}, draft={own}) tp={server_args.tp_size}"
             )
 
     @torch.inference_mode()
@@ -92,8 +88,10 @@ class DFlashWorker:
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch, self._block_size)
         block = self.drafter.propose(batch, state)
-        verified = self.verifier.verify(batch, self.width.cut(block))
-        self.width.observe(verified)
+        width = self.best_width.choose(block) if self.best_width else self._width
+        verified = self.verifier.verify(batch, block.first(width))
+        if self.best_width is not None:
+            self.best_width.observe(verified)
         return self.committer.commit(batch, verified)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:

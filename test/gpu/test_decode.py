@@ -91,7 +91,7 @@ def test_where_texts_part_is_a_near_tie(backend):
         def watched(batch, block):
             before = [(req, len(req.output_ids)) for req in batch.reqs]
             verified = verify(batch, block)
-            logits = verified.logits_output.next_token_logits
+            logits = verified.output.next_token_logits
             assert torch.equal(verified.target_ids.flatten(), logits.argmax(-1))
             two = logits.topk(2).values
             rows = (two[:, 0] - two[:, 1]).view(len(before), -1).tolist()

@@ -64,7 +64,7 @@ class Client:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def flush(self) -> None:
-        assert self.post("/flush_cache").status_code == 200
+        assert self.post("/flush_cache?timeout=30").status_code == 200  # it waits until idle
 
 
 FIELDS = {

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from test.differential import SERVER_FLAGS, Report, compare, draw, seeded
+from test.differential import SERVER_FLAGS, Report, compare, draw, reference, seeded
 from test.server.conftest import Client, running
 
 SMALL = ["--chunked-prefill-size", "32", "--max-total-tokens", "3072"]
@@ -23,7 +23,7 @@ CROSS = {
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Client]:
-    with running(*SERVER_FLAGS, dflash=False) as client:
+    with reference() as client:
         yield client
 
 

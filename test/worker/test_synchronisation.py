@@ -25,7 +25,8 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, page):
         def wrapper(self, *args, **kwargs):
             code = sys._getframe(1).f_code
             path = Path(code.co_filename)
-            if path.parent.name in ("runtime", "model", "core", "kernels"):
+            ours = path.parent.name in ("runtime", "model", "core", "kernels")
+            if ours and path.name != "argmax.py":  # which asks a CPU's tensors only
                 seen.append((path.name, code.co_name, name))
             return original(self, *args, **kwargs)
 
