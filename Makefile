@@ -37,7 +37,8 @@ style: $(READY)  ## let the formatter and the linter mend what they can
 
 bench: $(READY)  ## the sweep in 5 minutes, its table last
 	rm -f build/bench.json
-	$(BIN)/python -m benchmark.sweep --mix --prompts 16 --per-slot 12 --concurrency 1,8,32 \
+	$(BIN)/python -m benchmark.sweep --mix --prompts 11 --per-slot 3 --concurrency 1,8,32 \
+	  --max-tokens 96 --repeats 2 \
 	  --threads $(or $(THREADS),1) --out build/bench.json
 
 results: $(READY)  ## the full sweep on this machine and its plots; goes on where it stopped

@@ -8,11 +8,15 @@ out=${OUT:-benchmark/results}
 threads=${THREADS:-1} # of a server; the other cores are the client's and the tokenizer's
 sweep() { "$python" -m benchmark.sweep --mix --threads "$threads" --out "$out/$1.json" "${@:2}"; }
 
-sweep concurrency --prompts 24 --per-slot 24
-sweep blocks --block-size 4,8 --prompts 16 --concurrency 1,8 --repeats 2
-sweep widths --sides none,ours --verify-width 8,auto --prompts 16 --concurrency 1,8,32 --repeats 2
-sweep temperature --sides none,ours --temperature 0.7 --prompts 16 --concurrency 1,8
-sweep pages --page-size 16 --prompts 16 --concurrency 1,8
-sweep tp2 --tp 2 --prompts 16 --concurrency 8 --repeats 2
+sweep concurrency --prompts 11 --per-slot 4
+sweep widths --sides ours --verify-width full,8,auto --prompts 11 --per-slot 3 \
+  --concurrency 1,8,32 --repeats 2
 "$python" -m benchmark.step_cost --threads "$threads" --sides ours,builtin,none --out "$out/step_cost.json"
+"$python" -m benchmark.sweep --threads "$threads" --out "$out/workloads.json" --prompts 6 \
+  --concurrency 1 --repeats 2
+small=(--prompts 6 --per-slot 4 --repeats 2)
+sweep blocks --block-size 8 --concurrency 1,8 "${small[@]}"
+sweep temperature --sides none,ours --temperature 0.7 --concurrency 1,8 "${small[@]}"
+sweep pages --page-size 16 --concurrency 1,8 "${small[@]}"
+sweep tp2 --tp 2 --concurrency 8 "${small[@]}"
 "$python" -m benchmark.plot "$out/concurrency.json" "$out/step_cost.json"
