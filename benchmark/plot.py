@@ -64,13 +64,13 @@ def acceptance(ax: Axes, points: list[dict[str, Any]]) -> None:
 
 def step_split(ax: Axes, rows: list[dict[str, Any]]) -> None:
     """Where the time of a decode step goes, stacked."""
-    names = [f"{row['side']}\n{row['batch']} x {row['context']}" for row in rows]
+    names = [f"{row['side']} {row['batch']} x {row['context']}" for row in rows]
     below = [0.0] * len(rows)
     for part in PARTS:
         times = [row[f"{part}_ms"] for row in rows]
         ax.bar(names, times, bottom=below, label=part)
         below = [a + b for a, b in zip(below, times, strict=True)]
-    ax.tick_params(axis="x", labelsize=6)
+    ax.tick_params(axis="x", labelsize=6, rotation=90)
     ax.set(xlabel="side, batch x context", ylabel="ms a step")
 
 
