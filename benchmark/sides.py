@@ -57,7 +57,7 @@ def add_axes(parser: argparse.ArgumentParser, several: bool) -> None:
         )
 
     axis("--block-size", int, None, "default: the checkpoint's")
-    axis("--verify-width", str, None, "of ours: full, auto or a number; default: full")
+    axis("--verify-width", str, None, "of ours: full, auto or a number; default: the server's")
     axis("--tp", int, 1)
     axis("--page-size", int, 1)
     axis("--attention-backend", str, None)
@@ -88,8 +88,9 @@ def make_side(
     if name == "eagle3":
         flags += ["--speculative-algorithm", "EAGLE3"]
         flags += ["--speculative-draft-model-path", str(args.eagle3)]
-    if name == "ours" and args.verify_width:
-        flags += ["--speculative-dflash-verify-width", args.verify_width]
+    width = args.verify_width or ("full" if accept_length else None)  # equal work if simulated
+    if name == "ours" and width:
+        flags += ["--speculative-dflash-verify-width", width]
     plugins = PLUGINS.get(name, []) + ([] if torch.cuda.is_available() else ["dflash_cpu"])
     environment = {"OMP_NUM_THREADS": str(max(1, args.threads // args.tp))}
     if step_times is not None:

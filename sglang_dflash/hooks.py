@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.core.slots import ceil_align, reserved_end
 from sglang_dflash.errors import Refusal
+from sglang_dflash.flags import reserved_tokens
 from sglang_dflash.model.vocabulary import logits_processor
 
 
@@ -169,7 +170,7 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
         return int(original(batch, selected_indices))
     page = batch.token_to_kv_pool_allocator.page_size
     width = batch.req_to_token_pool.req_to_token.shape[1]
-    count = get_global_server_args().speculative_num_draft_tokens
+    count = reserved_tokens(get_global_server_args())
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
     return sum(
         ceil_align(max(end, req.kv_allocated_len), page) - ceil_align(req.kv_allocated_len, page)

@@ -28,8 +28,8 @@ DFLASH_HOOKS = (
     Hook(
         "server_args.ServerArgs.add_cli_args",
         "AFTER",
-        "verify_width:add_cli_args",
-        "a flag of ours, handed to the schedulers in the environment",
+        "flags:add_cli_args",
+        "flags of ours, handed to the schedulers in the environment",
     ),
     Hook(
         "server_args.ServerArgs.__post_init__",

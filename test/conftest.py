@@ -7,6 +7,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # unless a test asks: accepted drafts are counted
 
 
 @pytest.fixture(scope="session")

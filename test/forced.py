@@ -19,8 +19,8 @@ class Recorder:
     inner: Drafter
     blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def propose(self, batch: Any, state: Any) -> DFlashBlock:
-        block = self.inner.propose(batch, state)
+    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
+        block = self.inner.propose(batch, *where)
         for req, row in zip(batch.reqs, block.token_ids.tolist(), strict=True):
             self.blocks.setdefault(req.rid, []).append(row)
         return block
@@ -38,11 +38,12 @@ class Forced:
     truth: dict[str, list[int]] = field(default_factory=dict)
     vocab_size: int = 160
 
-    def propose(self, batch: Any, state: Any) -> DFlashBlock:
-        block = self.inner.propose(batch, state)
+    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
+        block = self.inner.propose(batch, *where)
         tokens = block.token_ids.clone()
         for row, req in enumerate(batch.reqs):
-            ahead = self.truth[req.rid][len(req.output_ids) :]
+            committed = int(block.position_ids[row, 0]) + 1 - len(req.origin_input_ids)
+            ahead = self.truth[req.rid][committed:]
             count = self.accept(req)
             for j in range(1, tokens.shape[1]):
                 right = ahead[j - 1] if j <= len(ahead) else 0

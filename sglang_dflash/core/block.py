@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def masked_block(anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:
     """Token ids the draft reads. anchors: [B] int64 -> [B, N] int64, column 0 is the anchor."""
-    block = anchors.new_full((anchors.shape[0], block_size), mask_token_id)
-    block[:, 0] = anchors
-    return block
+    return pad(anchors[:, None], (0, block_size - 1), value=mask_token_id)
 
 
 def block_positions(seq_lens: Tensor, block_size: int) -> Tensor:

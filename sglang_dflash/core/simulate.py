@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import random
+
+PHASE = 0.8444  # where in the pattern a request begins
 
 
-def simulated_commit(step: int, accept_length: float, width: int, seed: int = 0) -> int:
+def simulated_commit(step: int, accept_length: float, width: int) -> int:
     """Tokens that a request commits in its verify step number `step` (from 0): 1 to `width`.
 
     Always the whole number below or above `accept_length`, and after any number of steps the sum is
-    within 1 of `steps * accept_length`. The seed sets where in the pattern it begins.
+    within 1 of `steps * accept_length`.
     """
-    phase = _phase(seed)
-    commit = math.floor((step + 1) * accept_length + phase) - math.floor(
-        step * accept_length + phase
-    )
-    return max(1, min(commit, width))
-
-
-@functools.cache
-def _phase(seed: int) -> float:
-    return random.Random(seed).random()
+    before, after = (math.floor(n * accept_length + PHASE) for n in (step, step + 1))
+    return max(1, min(after - before, width))

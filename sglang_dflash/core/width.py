@@ -75,5 +75,8 @@ class StepTimes:
         self._seconds = torch.tensor(np.array(rows), dtype=torch.float32)
 
     def at(self, batch: int) -> Tensor:
-        """Seconds at width 2..N, [N-1] float32, of the smallest measured batch that holds these."""
-        return self._seconds[bisect.bisect_left(self._batches, batch)]
+        """Seconds at width 2..N, [N-1] float32, of the smallest measured batch that holds these.
+
+        Of the largest measured one where none does: how seconds grow with width is the same there.
+        """
+        return self._seconds[min(bisect.bisect_left(self._batches, batch), len(self._batches) - 1)]

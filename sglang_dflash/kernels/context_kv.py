@@ -31,8 +31,9 @@ def store_context_kv(
     """Finish projected K/V of all layers and write them.
 
     kv: [n, L, 2, heads, D], K then V, the pools' dtype; norm_weight: [L, D]; cos_sin: [n, L or 1,
-    D], cos then sin (rotate-half RoPE); slots: [n] int64. Norm and RoPE are float32 inside; each
-    rounds its result, as SGLang's kernels in the draft's own forward do.
+    D], cos then sin (rotate-half RoPE); slots: [n] int64, 0 where nothing need be written (SGLang's
+    dummy slot). Norm and RoPE are float32 inside; each rounds its result, as SGLang's kernels in
+    the draft's own forward do.
     """
     write = launch_store if kv.is_cuda else store_in_torch
     write(kv, norm_weight, eps, cos_sin, slots, pools)
@@ -93,7 +94,10 @@ def _store(
     half = tl.arange(0, padded)
     real = half < dim // 2
     here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
-    there = tl.load(slots + token) * heads * dim + head * dim + half
+    slot = tl.load(slots + token)
+    if slot == 0:
+        return
+    there = slot * heads * dim + head * dim + half
 
     first = tl.load(here, real, 0.0).to(tl.float32)
     second = tl.load(here + dim // 2, real, 0.0).to(tl.float32)

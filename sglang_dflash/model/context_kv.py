@@ -51,8 +51,19 @@ class ContextKV:
         parts = [a.qkv_proj(context)[0][:, a.q_size :] for a in self._attention]
         return torch.cat(parts, dim=1)
 
-    def write(self, hidden_states: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64."""
+    def write(
+        self, hidden_states: Tensor, positions: Tensor, slots: Tensor, kept: Tensor | None = None
+    ) -> None:
+        """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64.
+
+        kept: [n] bool, the rows to write, None: all. On a GPU their number stays unknown to the
+        host: the others are projected, and bound for the dummy slot, which the kernel passes by.
+        """
+        if kept is not None and slots.is_cuda:
+            slots = slots.where(kept, 0)
+        elif kept is not None:
+            at = kept.nonzero().squeeze(1)
+            hidden_states, positions, slots = hidden_states[at], positions[at], slots[at]
         features = hidden_states[:, : self.model.fc.in_features]
         for rows in range(0, features.shape[0], ROW_CHUNK):
             chunk = slice(rows, rows + ROW_CHUNK)
@@ -60,14 +71,9 @@ class ContextKV:
 
     def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         context = self.model.hidden_norm(self.model.fc(features))  # [n, H]
-        store_context_kv(
-            self._project(context).view(-1, *self._shape),
-            self._norm,
-            self._eps,
-            self._cos_sin(positions),
-            slots,
-            self._pools,
-        )
+        kv = self._project(context).view(-1, *self._shape)
+        cos_sin = self._cos_sin(positions)
+        store_context_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
         """RoPE tables at these positions, [n, L, D], or [n, 1, D] where all layers share one."""

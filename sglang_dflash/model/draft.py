@@ -34,24 +34,18 @@ class DFlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
-        prefix = f"layers.{layer_id}.self_attn"
-        linear = {"bias": config.attention_bias, "quant_config": quant}
         self.head_dim = config.head_dim
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
+        size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+
+        def linear(name: str) -> dict[str, Any]:
+            prefix = f"layers.{layer_id}.self_attn.{name}"
+            return {"bias": config.attention_bias, "quant_config": quant, "prefix": prefix}
+
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            prefix=f"{prefix}.qkv_proj",
-            **linear,
+            size, dim, heads, config.num_kv_heads, **linear("qkv_proj")
         )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            prefix=f"{prefix}.o_proj",
-            **linear,
-        )
+        self.o_proj = RowParallelLinear(heads * dim, size, **linear("o_proj"))
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary_emb
@@ -89,11 +83,7 @@ class DFlashLayer(nn.Module):
         self.self_attn = DFlashAttention(config, layer_id, rotary_emb, quant)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen2MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            hidden_act="silu",
-            quant_config=quant,
-            prefix=f"layers.{layer_id}.mlp",
+            config.hidden_size, config.intermediate_size, "silu", quant, f"layers.{layer_id}.mlp"
         )
 
     def forward(
@@ -172,7 +162,7 @@ class DFlashDraftModel(nn.Module):
         """Predict a token at every block position.
 
         input_ids: [B*n] int64, anchor then masks; positions: [B*n] int64. The result, [B*n] int64,
-        or [B*n, 2] with probabilities (`Vocabulary.likeliest`), is returned as `hidden_states`: the
+        or [B*n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`: the
         one field that SGLang's graph runner slices per token and hands back without looking at it.
         Where the anchor's position predicts nothing, it holds the anchor: the result is then the
         block itself.
@@ -182,12 +172,12 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        predict = self.vocabulary.likeliest if self.weigh else self.vocabulary.argmax
         if self.dflash.sample_from_anchor:
-            predicted = predict(hidden)
+            predicted = self.vocabulary.predict(hidden, self.weigh)
         else:
             masks = hidden.unflatten(0, (-1, self.draft_width))[:, 1:]  # [B, n-1, H]
-            drafts = predict(masks.flatten(0, 1)).unflatten(0, (-1, self.draft_width - 1))
+            drafts = self.vocabulary.predict(masks.flatten(0, 1), self.weigh)
+            drafts = drafts.unflatten(0, (-1, self.draft_width - 1))
             anchors = input_ids.view(-1, self.draft_width)[:, :1]
             if self.weigh:
                 anchors = torch.stack([anchors, torch.full_like(anchors, CERTAIN)], dim=-1)

@@ -10,7 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dflash.kernels.argmax import argmax
+from sglang_dflash.cpu.argmax import argmax
 
 CERTAIN = 2**20  # a probability of 1 as an integer
 ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
@@ -63,24 +63,20 @@ class Vocabulary:
             self._columns = shard.num_org_elements  # padding and added rows lie behind these
             self._first_id = shard.org_vocab_start_index
 
-    def argmax(self, hidden: Tensor) -> Tensor:
+    def predict(self, hidden: Tensor, weigh: bool) -> Tensor:
         """Target id of the largest logit, the lowest id on a tie, the same on every rank.
 
-        hidden: [n, H] -> [n] int64. Ranks exchange one (value, id) pair a row, never the logits.
-        Soft-capping and positive factors of the logits do not move their maximum.
+        hidden: [n, H] -> [n] int64, or [n, 2] with p * CERTAIN of each where weighed. Ranks
+        exchange a few numbers a row, never the logits. Soft-capping and positive factors of the
+        logits do not move their maximum.
         """
-        ids = torch.cat([self._best(rows)[0] for rows in hidden.split(ROW_CHUNK)])
-        return ids if self._offsets is None else ids + self._offsets[ids]
-
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """`argmax` and the probability of each token: [n, 2] int64, (id, p * CERTAIN)."""
-        chunks = [self._best(rows, weigh=True) for rows in hidden.split(ROW_CHUNK)]
-        ids, probability = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        parts = [self._best(rows, weigh) for rows in hidden.split(ROW_CHUNK)]
+        ids, values = map(torch.cat, zip(*parts, strict=True))
         if self._offsets is not None:
             ids = ids + self._offsets[ids]
-        return torch.stack([ids, (probability * CERTAIN).long()], dim=1)
+        return torch.stack([ids, (values * CERTAIN).long()], dim=1) if weigh else ids
 
-    def _best(self, hidden: Tensor, weigh: bool = False) -> tuple[Tensor, Tensor]:
+    def _best(self, hidden: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
         """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
         logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
         index = argmax(logits)

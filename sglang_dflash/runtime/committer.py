@@ -1,4 +1,4 @@
-"""Commit: requests, lengths and context KV take over what was accepted."""
+"""Commit: requests and lengths take over what was accepted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
-from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.constraints import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.metrics import StepCounters
-from sglang_dflash.runtime.state import DFlashState
 from sglang_dflash.runtime.verifier import Verified
 
 logger = logging.getLogger(__name__)
@@ -41,22 +39,18 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
 
 
 class Committer:
-    def __init__(
-        self, context_kv: ContextKV, block_size: int, cuts: bool, counters: StepCounters | None
-    ) -> None:
+    def __init__(self, block_size: int, cuts: bool, counters: StepCounters | None) -> None:
         """cuts: blocks are verified in part, so that the drafts verified must be counted."""
-        self._context_kv, self._counters = context_kv, counters
-        self._block_size, self._cuts = block_size, cuts
+        self._block_size, self._cuts, self._counters = block_size, cuts, counters
 
-    def commit(self, batch: ScheduleBatch, verified: Verified) -> GenerationBatchResult:
-        # All rows of a block are written: those behind the accepted ones lie in slots that the next
-        # block overwrites before anything reads them.
+    def commit(
+        self, batch: ScheduleBatch, verified: Verified, packed: list[list[int]]
+    ) -> GenerationBatchResult:
+        """packed: what `Verified.to_host` brought."""
         block, output = verified.block, verified.output
-        self._context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
         if batch.sampling_info.penalizer_orchestrator.is_required:
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, verified.num_accepted + 1)
-        packed = torch.cat([verified.target_ids, verified.num_accepted[:, None]], dim=1).tolist()
         tokens, accepted = self._commit_requests(batch, packed, block.draft_token_num - 1)
         if self._counters is not None:
             self._counters.observe(accepted)
@@ -64,8 +58,7 @@ class Committer:
             append_committed(batch, output.next_token_logits, tokens)
         if batch.return_hidden_states:
             _append_hidden_states(batch, output.hidden_states, tokens)
-        self._advance(batch, verified.num_accepted + 1, [len(row) for row in tokens])
-        batch.spec_info = DFlashState(verified.bonus)
+        self._advance(batch, verified.num_accepted + 1)
         output.hidden_states = None
         result = verified.result
         result.next_token_ids = verified.bonus
@@ -78,8 +71,8 @@ class Committer:
     ) -> tuple[list[list[int]], list[int]]:
         """Hand over tokens and count, in SGLang's own counters: steps, accepted drafts, histogram.
 
-        packed: a row a request, its draws and then num_accepted; drafts: how many were verified.
-        They are counted behind the histogram's N entries, where `hooks.meta_info` finds them.
+        drafts: how many were verified of each request. They are counted behind the histogram's N
+        entries, where `hooks.meta_info` finds them.
         Returns for each request the tokens that it took, and how many accepted drafts these hold.
         """
         think_end = batch.model_config.think_end_id
@@ -102,7 +95,7 @@ class Committer:
             taken.append(tokens)
         return taken, accepted
 
-    def _advance(self, batch: ScheduleBatch, lens: Tensor, taken: list[int]) -> None:
+    def _advance(self, batch: ScheduleBatch, lens: Tensor) -> None:
         """Advance all lengths in new tensors. lens: [B] int64 on device.
 
         Device and host differ only for requests that finished inside their accepted tokens, and
@@ -110,8 +103,8 @@ class Committer:
         """
         batch.seq_lens = batch.seq_lens + lens
         batch.orig_seq_lens = batch.orig_seq_lens + lens.to(batch.orig_seq_lens.dtype)
-        batch.seq_lens_cpu = batch.seq_lens_cpu + torch.tensor(taken)
-        batch.seq_lens_sum = None
+        committed = [req.kv_committed_len for req in batch.reqs]
+        batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
 
 
 def append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Any
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
@@ -23,29 +24,21 @@ from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
     """A view on the tensors of SGLang's penalizers; empty where none is required."""
 
-    def tensors(kind: type, *names: str) -> list[Tensor] | None:
-        penalizer = orchestrator.penalizers.get(kind)
-        if penalizer is None or not penalizer.is_prepared():
+    def kept(kind: type, penalizer: type, *names: str) -> Any:
+        held = orchestrator.penalizers.get(penalizer)
+        if held is None or not held.is_prepared():
             return None
-        return [getattr(penalizer, name) for name in names]
+        return kind(*(getattr(held, name) for name in names))
 
-    frequency = tensors(
-        BatchedFrequencyPenalizer, "cumulated_frequency_penalties", "frequency_penalties"
-    )
-    presence = tensors(
-        BatchedPresencePenalizer, "cumulated_presence_penalties", "presence_penalties"
-    )
-    repetition = tensors(
-        BatchedRepetitionPenalizer, "cumulated_repetition_penalties", "repetition_penalties"
-    )
-    length = tensors(
-        BatchedMinNewTokensPenalizer, "len_output_tokens", "min_new_tokens", "stop_token_penalties"
-    )
+    def penalty(penalizer: type, name: str) -> Penalty | None:
+        return kept(Penalty, penalizer, f"cumulated_{name}_penalties", f"{name}_penalties")
+
+    length = ("len_output_tokens", "min_new_tokens", "stop_token_penalties")
     return Penalties(
-        frequency=Penalty(*frequency) if frequency else None,
-        presence=Penalty(*presence) if presence else None,
-        repetition=Penalty(*repetition) if repetition else None,
-        min_length=MinLength(*length) if length else None,
+        frequency=penalty(BatchedFrequencyPenalizer, "frequency"),
+        presence=penalty(BatchedPresencePenalizer, "presence"),
+        repetition=penalty(BatchedRepetitionPenalizer, "repetition"),
+        min_length=kept(MinLength, BatchedMinNewTokensPenalizer, *length),
     )
 
 

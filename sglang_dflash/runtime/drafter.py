@@ -6,11 +6,12 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
 
 from sglang_dflash.core.block import block_positions, masked_block
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.state import DFlashBlock, DFlashState
+from sglang_dflash.runtime.state import DFlashBlock
 from sglang_dflash.runtime.window import DraftWindow
 
 
@@ -22,19 +23,26 @@ class Drafter:
         self._verify_width, self._draft_width = verify_width, runner.model.draft_width
         self._mask_token_id = runner.model.dflash.mask_token_id
 
-    def propose(self, batch: ScheduleBatch, state: DFlashState) -> DFlashBlock:
-        """The drafted block of every request; its slots hold the draft's K/V of the masks."""
-        positions = block_positions(batch.seq_lens, self._verify_width)
-        slots = self._slots.of(batch, positions)
+    def propose(
+        self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> DFlashBlock:
+        """The drafted block of every request; its slots hold the draft's K/V of the masks.
+
+        anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
+        seq_lens_cpu: on the host and at least these.
+        """
+        rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
+        positions = block_positions(seq_lens, self._verify_width)
+        slots = self._slots.of(rows, positions)
         masked = DFlashBlock(
-            token_ids=masked_block(state.anchors, self._draft_width, self._mask_token_id),
+            token_ids=masked_block(anchors, self._draft_width, self._mask_token_id),
             position_ids=positions[:, : self._draft_width],
             slots=slots[:, : self._draft_width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        lens = self._window.lens(batch) if self._window else (batch.seq_lens, batch.seq_lens_cpu)
-        forward_batch = masked.forward_batch(batch.req_pool_indices, *lens)
-        output = self._runner.forward(forward_batch).logits_output
+        if self._window is not None:
+            lens = self._window.lens(rows, *lens)
+        output = self._runner.forward(masked.forward_batch(rows, *lens)).logits_output
         predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
         probability = None
         if self._runner.model.weigh:
@@ -42,7 +50,7 @@ class Drafter:
             predicted, probability = predicted[:, :, 0], drafts / CERTAIN
         # Both are copies: the graphs of draft and target share memory, and the target runs next.
         if self._draft_width < self._verify_width:
-            token_ids = torch.cat([state.anchors[:, None], predicted], dim=1)
+            token_ids = torch.cat([anchors[:, None], predicted], dim=1)
         else:
             token_ids = predicted.clone()
         return DFlashBlock(token_ids, positions, slots, probability)

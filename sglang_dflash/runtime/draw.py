@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from sglang_dflash.kernels.argmax import argmax
+from sglang_dflash.cpu.argmax import argmax
 from sglang_dflash.runtime.constraints import (
     mask_by_grammar,
     penalties_of,
@@ -99,14 +99,9 @@ class TargetDraw:
                 continue
             seed, position = rows.sampling_seed[at], positions.flatten()[at]
             if sort:
+                filters = rows.top_ks[at], rows.top_ps[at], rows.min_ps[at], False
                 ids = top_k_top_p_min_p_sampling_from_probs_torch(
-                    probs[at],
-                    rows.top_ks[at],
-                    rows.top_ps[at],
-                    rows.min_ps[at],
-                    False,
-                    seed,
-                    position,
+                    probs[at], *filters, seed, position
                 )
             else:
                 ids = sampling_from_probs_torch(probs[at], seed, position)
@@ -116,18 +111,10 @@ class TargetDraw:
 
 def _repeat(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
     """Each request's sampling parameters for all rows of its block."""
-
-    def rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.repeat_interleave(width, dim=0)
-
-    return replace(
-        info,
-        temperatures=rows(info.temperatures),
-        top_ps=rows(info.top_ps),
-        top_ks=rows(info.top_ks),
-        min_ps=rows(info.min_ps),
-        sampling_seed=rows(info.sampling_seed),
-    )
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+    given = {name: t for name in names if (t := getattr(info, name)) is not None}
+    rows = {name: t.repeat_interleave(width, dim=0) for name, t in given.items()}
+    return replace(info, **rows)
 
 
 def log_probabilities(logits: Tensor, temperatures: Tensor, greedy: Tensor) -> Tensor:

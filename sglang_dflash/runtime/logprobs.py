@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
 from sglang_dflash.runtime.draw import log_probabilities
@@ -45,25 +45,13 @@ def append_committed(batch: ScheduleBatch, logits: Tensor, tokens: list[list[int
     top_values, top_ids = ([], []) if top == 0 else (t.tolist() for t in logprobs.topk(top))
     start = 0
     for _, req, row in wanted:
-        here = slice(start, start + len(row))
-        _append(req, row, values[here], top_values[here], top_ids[here], logprobs[here])
+        here, out = slice(start, start + len(row)), req.logprob
         start += len(row)
-
-
-def _append(
-    req: Req,
-    tokens: list[int],
-    values: list[float],
-    top_values: list[list[float]],
-    top_ids: list[list[int]],
-    logprobs: Tensor,
-) -> None:
-    out = req.logprob
-    out.output_token_logprobs_val.extend(values)
-    out.output_token_logprobs_idx.extend(tokens)
-    if out.top_logprobs_num > 0:
-        out.output_top_logprobs_val.extend(v[: out.top_logprobs_num] for v in top_values)
-        out.output_top_logprobs_idx.extend(i[: out.top_logprobs_num] for i in top_ids)
-    if out.token_ids_logprob is not None:
-        out.output_token_ids_logprobs_val.extend(logprobs[:, out.token_ids_logprob].tolist())
-        out.output_token_ids_logprobs_idx.extend([out.token_ids_logprob] * len(tokens))
+        out.output_token_logprobs_val.extend(values[here])
+        out.output_token_logprobs_idx.extend(row)
+        if (top := out.top_logprobs_num) > 0:
+            out.output_top_logprobs_val.extend(v[:top] for v in top_values[here])
+            out.output_top_logprobs_idx.extend(i[:top] for i in top_ids[here])
+        if (named := out.token_ids_logprob) is not None:
+            out.output_token_ids_logprobs_val.extend(logprobs[here, named].tolist())
+            out.output_token_ids_logprobs_idx.extend([named] * len(row))

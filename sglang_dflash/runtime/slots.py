@@ -1,9 +1,9 @@
-"""Keeps KV slots for the next block behind every request; one allocation serves both pools."""
+"""Keeps KV slots for what comes next behind every request; one allocation serves both pools."""
 
 from __future__ import annotations
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
@@ -12,28 +12,34 @@ from sglang_dflash.core.slots import reserved_end
 
 
 class Slots:
-    def __init__(self, rows: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator) -> None:
+    def __init__(
+        self, rows: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
+    ) -> None:
+        """count: tokens that must fit behind the committed ones."""
         self._table = rows.req_to_token  # [rows, context_len + reserve] int32
-        self._allocator = allocator
+        self._allocator, self._count = allocator, count
         self._page_size = allocator.page_size
 
-    def reserve(self, batch: ScheduleBatch, count: int) -> None:
-        """Give every request slots for `count` tokens behind its committed ones.
+    def reserve(self, reqs: list[Req]) -> bool:
+        """Give every request its slots; False where memory is short, and nothing is taken.
 
         The scheduler makes sure of the memory before each decode step, by `tokens_for_next_decode`.
         """
-        short = [r for r in batch.reqs if r.kv_allocated_len < r.kv_committed_len + count]
+        count = self._count
+        short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + count]
         if not short:
-            return
+            return True
         width, page = self._table.shape[1], self._page_size
         have = [req.kv_allocated_len for req in short]
         want = [reserved_end(req.kv_committed_len, count, page, width) for req in short]
         slots = self._alloc([req.req_pool_idx for req in short], have, want)
-        assert slots is not None, "decode started without the memory that check_decode_mem promised"
+        if slots is None:
+            return False
         sizes = [end - start for start, end in zip(have, want, strict=True)]
         for req, end, part in zip(short, want, slots.split(sizes), strict=True):
             self._table[req.req_pool_idx, req.kv_allocated_len : end] = part
             req.kv_allocated_len = end
+        return True
 
     def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
         """Slots that take these rows from `have` to `want` positions, one row's after another's."""
@@ -46,6 +52,6 @@ class Slots:
         last = self._table[row, lens[0] - 1].long()
         return self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
 
-    def of(self, batch: ScheduleBatch, positions: Tensor) -> Tensor:
-        """Slots of positions. positions: [B, n] int64 -> [B, n] int64."""
-        return self._table[batch.req_pool_indices[:, None], positions].long()
+    def of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Slots of positions. rows: [B] int64; positions: [B, n] int64 -> [B, n] int64."""
+        return self._table[rows[:, None], positions].long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
@@ -17,9 +18,10 @@ from torch import Tensor
 
 @dataclass
 class DFlashState(SpecInput):
-    """Carried by `ScheduleBatch.spec_info` between steps: the last committed token of each row."""
+    """Carried by `ScheduleBatch.spec_info` between steps."""
 
-    anchors: Tensor  # [B] int64
+    anchors: Tensor  # [B] int64, the last committed token of each row
+    block: DFlashBlock | None = None  # that follows, where it is drafted already
 
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.DFLASH_DRAFT)
@@ -30,9 +32,11 @@ class DFlashState(SpecInput):
     def filter_batch(self, new_indices: Tensor, has_been_filtered: bool = True) -> None:
         """Keep these rows. Rows are never filtered beforehand, whatever the flag says."""
         self.anchors = self.anchors[new_indices]
+        self.block = self.block and self.block.filtered(new_indices)
 
     def merge_batch(self, other: DFlashState) -> None:
         self.anchors = torch.cat([self.anchors, other.anchors])
+        self.block = self.block and other.block and self.block.merged(other.block)
 
 
 @dataclass
@@ -60,17 +64,27 @@ class DFlashBlock(SpecInput):
         """The block cut to its first `width` positions."""
         if width == self.draft_token_num:
             return self
-        return DFlashBlock(
-            self.token_ids[:, :width],
-            self.position_ids[:, :width],
-            self.slots[:, :width],
-            self.probability,
-        )
+        token_ids, position_ids, slots, probability = self._fields()
+        cut = slice(None), slice(width)
+        return DFlashBlock(token_ids[cut], position_ids[cut], slots[cut], probability)
+
+    def filtered(self, rows: Tensor) -> DFlashBlock:
+        return DFlashBlock(*(t if t is None else t[rows] for t in self._fields()))
+
+    def merged(self, other: DFlashBlock) -> DFlashBlock:
+        both = zip(self._fields(), other._fields(), strict=True)
+        return DFlashBlock(*(two[0] if two[0] is None else torch.cat(two) for two in both))
+
+    def _fields(self) -> tuple[Any, ...]:
+        return self.token_ids, self.position_ids, self.slots, self.probability
 
     def forward_batch(
         self, req_pool_indices: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> ForwardBatch:
-        """A forward of this block behind contexts of these lengths, [B] int64 each."""
+        """A forward of this block behind contexts of these lengths, [B] int64 each.
+
+        seq_lens_cpu may be more than the true lengths: backends size buffers by it.
+        """
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.token_ids),
@@ -104,13 +118,6 @@ class DFlashBlock(SpecInput):
         qo_indptr = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
         total = paged_kernel_lens_sum + width * rows
         kv_indices = torch.empty(total, dtype=torch.int32, device=device)
-        create_flashinfer_kv_indices_triton[(rows,)](
-            req_to_token,
-            req_pool_indices,
-            lens,
-            kv_indptr,
-            None,
-            kv_indices,
-            req_to_token.stride(0),
-        )
+        table = (req_to_token, req_pool_indices, lens, kv_indptr, None, kv_indices)
+        create_flashinfer_kv_indices_triton[(rows,)](*table, req_to_token.stride(0))
         return kv_indices, kv_indptr, qo_indptr, None

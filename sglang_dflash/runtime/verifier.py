@@ -37,6 +37,23 @@ class Verified:
         features of the block, then [.., H] of the last layer where requested."""
         return self.result.logits_output
 
+    def to_host(self) -> HostCopy:
+        """The one tensor that the host waits for: a row a request, its draws and num_accepted."""
+        return HostCopy(torch.cat([self.target_ids, self.num_accepted[:, None]], dim=1))
+
+
+class HostCopy:
+    """A tensor on its way to the host, while the device goes on with what is queued next."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
+        self._done = torch.get_device_module(tensor.device).Event()
+        self._done.record()
+
+    def tolist(self) -> list[list[int]]:
+        self._done.synchronize()
+        return self._copy.tolist()
+
 
 class Verifier:
     def __init__(self, target: TpModelWorker, draw: TargetDraw) -> None:
@@ -55,26 +72,26 @@ class Verifier:
         result = self._target.forward_batch_generation(view, is_verify=True)
         logits = result.logits_output.next_token_logits
         target_ids = self._draw(logits, batch, block.position_ids, block.token_ids)
-        num_accepted, bonus = accept(self._proposal(batch, block, target_ids), target_ids)
+        num_accepted, bonus = self._accept(batch, block, target_ids)
         return Verified(block, target_ids, num_accepted, bonus, result)
 
-    def _proposal(self, batch: ScheduleBatch, block: DFlashBlock, target_ids: Tensor) -> Tensor:
-        """What is held against the target's draw, [B, N]: the block, except in two cases.
+    def _accept(
+        self, batch: ScheduleBatch, block: DFlashBlock, target_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`accept`, except in two cases.
 
-        Custom logit processors are user code that reads the request: they run on the anchor's row
-        alone, so such a request's drafts count as wrong and it commits one token a step.
-        SGLANG_SIMULATE_ACC_LEN makes as many drafts right as its sequence says.
+        SGLANG_SIMULATE_ACC_LEN accepts as many drafts as its sequence says. Custom logit processors
+        are user code that reads the request: they run on the anchor's row alone, so such a
+        request's drafts count as wrong and it commits one token a step.
         """
-        if self._simulated > 0:
-            commits = [
-                simulated_commit(req.spec_verify_ct, self._simulated, block.draft_token_num)
-                for req in batch.reqs
-            ]
-            right = torch.arange(block.draft_token_num) < torch.tensor(commits)[:, None]
-            return torch.where(right.to(target_ids.device), target_ids.roll(1, dims=1), -1)
-        info = batch.sampling_info
+        width, info = block.draft_token_num, batch.sampling_info
+        if (mean := self._simulated) > 0:
+            commits = [simulated_commit(req.spec_verify_ct, mean, width) for req in batch.reqs]
+            accepted = torch.tensor(commits, device=target_ids.device) - 1
+            return accepted, target_ids.gather(1, accepted[:, None]).squeeze(1)
+        tokens = block.token_ids
         if info.has_custom_logit_processor:
             custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()])
-            drafts = torch.arange(block.draft_token_num, device=custom.device) > 0
-            return block.token_ids.masked_fill(custom.any(dim=0)[:, None] & drafts, -1)
-        return block.token_ids
+            drafts = torch.arange(width, device=custom.device) > 0
+            tokens = tokens.masked_fill(custom.any(dim=0)[:, None] & drafts, -1)
+        return accept(tokens, target_ids)

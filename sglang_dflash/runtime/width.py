@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -43,15 +44,12 @@ def measured_times(
 ) -> dict[tuple[int, int], float]:
     """Seconds of `step(batch, width)` on a grid of both, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    widths = sorted({2, block_size, *range(4, block_size, 4)})
-    seconds = {}
-    for batch, width in itertools.product(batches, widths):
-        runs = []
-        for _ in range(REPEATS):
-            started = time.perf_counter()
-            step(batch, width)
-            runs.append(time.perf_counter() - started)
-        seconds[batch, width] = min(runs)
+    widths = sorted({2, max(2, block_size // 2), block_size})
+    seconds = dict.fromkeys(itertools.product(batches, widths), math.inf)
+    for _, (batch, width) in itertools.product(range(REPEATS), seconds):
+        started = time.perf_counter()
+        step(batch, width)
+        seconds[batch, width] = min(seconds[batch, width], time.perf_counter() - started)
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64)
     get_tp_group().broadcast(shared, src=0)
     return dict(zip(seconds, shared.tolist(), strict=True))

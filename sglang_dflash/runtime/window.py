@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
@@ -29,13 +28,15 @@ class DraftWindow:
         first = (seq_lens - self._window).clamp(min=0)
         return first // self._page_size * self._page_size
 
-    def lens(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor]:
-        """Fill the rows of this batch; their lengths on device and host, [B] int64 each."""
-        start = self._start(batch.seq_lens)
+    def lens(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill these rows; their lengths on the device, and bounds of them on the host.
+
+        All [B] int64; seq_lens_cpu may be more than the true lengths.
+        """
+        start = self._start(seq_lens)
         table = self._target.req_to_token
         width = min(self.rows.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)
         columns.clamp_(max=table.shape[1] - 1)  # behind the block: never read
-        rows = batch.req_pool_indices
         self.rows.req_to_token[rows, :width] = table[rows[:, None], columns]
-        return batch.seq_lens - start, batch.seq_lens_cpu - self._start(batch.seq_lens_cpu)
+        return seq_lens - start, seq_lens_cpu.clamp(max=self._window + self._page_size - 1)

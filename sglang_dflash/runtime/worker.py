@@ -16,11 +16,13 @@ from sglang.srt.server_args import (
     get_global_server_args,
     set_global_server_args_for_scheduler,
 )
+from torch import Tensor
 
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import longest
 from sglang_dflash.core.width import StepTimes
+from sglang_dflash.flags import draft_ahead, reserved_tokens, verify_width
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer, append_prompt_states
 from sglang_dflash.runtime.drafter import Drafter
@@ -29,13 +31,14 @@ from sglang_dflash.runtime.logprobs import attach_after_prefill
 from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
-from sglang_dflash.runtime.verifier import Verifier
+from sglang_dflash.runtime.verifier import Verified, Verifier
 from sglang_dflash.runtime.width import BestWidth, measured_times
 from sglang_dflash.runtime.window import DraftWindow
 from sglang_dflash.server_args import draft_config
-from sglang_dflash.verify_width import verify_width
 
 logger = logging.getLogger(__name__)
+
+MOST_MEASURED = 64  # requests, in the rehearsal of steps
 
 
 class DFlashWorker:
@@ -59,7 +62,8 @@ class DFlashWorker:
         self.draft_worker = _draft_worker(server_args, target_worker, draft_rows, **place)
         self.draft_model_runner = self.draft_worker.model_runner
         model = self.draft_model_runner.model
-        self.slots = Slots(rows, allocator)
+        reserved = reserved_tokens(server_args)
+        self.slots = Slots(rows, allocator, reserved)
         self.drafter = Drafter(self.draft_model_runner, self.slots, window, block_size)
         self._draw = TargetDraw(self.model_runner.sampler)
         self.verifier = Verifier(target_worker, self._draw)
@@ -67,10 +71,11 @@ class DFlashWorker:
         counted = server_args.enable_metrics and place["tp_rank"] == 0
         counters = StepCounters(block_size) if counted else None
         width = verify_width(server_args)
-        self.committer = Committer(self.context_kv, block_size, width != block_size, counters)
+        self.committer = Committer(block_size, width != block_size, counters)
         self._block_size, self._width = block_size, width or block_size
+        self._drafts_ahead = draft_ahead()
         self.best_width = self._best_width() if width is None else None
-        _keep_block_in_pool(target_worker, block_size)
+        _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
             draft, own = model.dflash, self.draft_model_runner.server_args.attention_backend
@@ -86,18 +91,38 @@ class DFlashWorker:
         if batch.forward_mode.is_extend():
             return self._extend(batch)
         state: DFlashState = batch.spec_info
-        self.slots.reserve(batch, self._block_size)
-        block = self.drafter.propose(batch, state)
+        promised = self.slots.reserve(batch.reqs)
+        assert promised, "decode started without the memory that check_decode_mem promised"
+        lens = batch.seq_lens, batch.seq_lens_cpu
+        block = state.block or self.drafter.propose(batch, state.anchors, *lens)
         width = self.best_width.choose(block) if self.best_width else self._width
         verified = self.verifier.verify(batch, block.first(width))
+        self._write_accepted(verified)
+        packed = verified.to_host()
+        batch.spec_info = DFlashState(verified.bonus)
+        if self._drafts_ahead:
+            committed = batch.seq_lens + verified.num_accepted + 1
+            batch.spec_info.block = self._draft_next(batch, committed, batch.seq_lens_cpu + width)
         if self.best_width is not None:
             self.best_width.observe(verified)
-        return self.committer.commit(batch, verified)
+        return self.committer.commit(batch, verified, packed.tolist())
+
+    def _write_accepted(self, verified: Verified) -> None:
+        """Context KV of the committed tokens: the anchor and the accepted drafts."""
+        block = verified.block
+        at = torch.arange(block.draft_token_num, device=self.device)
+        kept = (at <= verified.num_accepted[:, None]).flatten()
+        states = verified.output.hidden_states
+        self.context_kv.write(states, block.positions, block.slots.flatten(), kept)
+
+    def _draft_next(self, batch: ScheduleBatch, lens: Tensor, lens_cpu: Tensor) -> DFlashBlock:
+        """The block behind these lengths; only a request that ends here can be at the limit."""
+        lens = lens.clamp(max=self.model_config.context_len)
+        return self.drafter.propose(batch, batch.spec_info.anchors, lens, lens_cpu)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Prefill: the target's own forward and draw, then the context KV of every new token."""
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = ForwardBatch.init_new(batch, self.model_runner)
         result = self.target_worker.forward_batch_generation(None, forward_batch, is_verify=True)
         output = result.logits_output
@@ -105,19 +130,21 @@ class DFlashWorker:
         anchors = self._draw(output.next_token_logits, batch, last, block=None).squeeze(1)
         if batch.return_logprob:
             attach_after_prefill(self.model_runner.sampler, batch, output, anchors)
-        self.context_kv.write(
-            output.hidden_states, forward_batch.positions.long(), batch.out_cache_loc
-        )
+        positions = forward_batch.positions.long()
+        self.context_kv.write(output.hidden_states, positions, batch.out_cache_loc)
         if batch.return_hidden_states:
             append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
+        whole = all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
+        if self._drafts_ahead and whole and self.slots.reserve(batch.reqs):
+            batch.spec_info.block = self._draft_next(batch, batch.seq_lens, batch.seq_lens_cpu)
         result.next_token_ids = anchors
         return result
 
     def _best_width(self) -> BestWidth:
         """Rehearse steps of all sizes on the dummy slot, to know what they cost here."""
-        most = self.server_args.max_running_requests
+        most = min(self.server_args.max_running_requests, MOST_MEASURED)
         times = measured_times(self._rehearse, most, self._block_size)
         logger.info("DFLASH: seconds of a step by (batch, width): %s", times)
         return BestWidth(StepTimes(times, self._block_size), self._block_size, self.device)
@@ -182,9 +209,9 @@ def _draft_worker(
     return worker
 
 
-def _keep_block_in_pool(target: TpModelWorker, block_size: int) -> None:
-    """Bound request lengths so that the last block of the longest one still fits the KV pool."""
-    room = longest(target.max_total_num_tokens, block_size, target.server_args.page_size)
+def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
+    """Bound request lengths so that what the longest one reserves still fits the KV pool."""
+    room = longest(target.max_total_num_tokens, reserved, target.server_args.page_size)
     if room < target.max_req_len:
         logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
         target.max_req_len = room

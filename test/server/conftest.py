@@ -17,7 +17,9 @@ STRICT = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_DFLASH_VERIFY_WIDTH": "auto",
 }
+FULL = ["--speculative-dflash-verify-width", "full"]  # for tests that count accepted drafts
 COMMON = [
     "--model-path",
     str(TARGET),

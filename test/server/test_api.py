@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from tokenizers import Tokenizer
 
 from sglang_dflash.tiny import TARGET, data
-from test.server.conftest import Client, chat, running
+from test.server.conftest import FULL, Client, chat, running
 
 TOKENIZER = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
 WORD = data.held_out("word", 4, seed=9)
@@ -23,9 +23,8 @@ WORD = data.held_out("word", 4, seed=9)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Client]:
-    with running(
-        "--enable-metrics", "--enable-priority-scheduling", "--page-size", "4", dflash=True
-    ) as client:
+    flags = ["--enable-metrics", "--enable-priority-scheduling", "--page-size", "4", *FULL]
+    with running(*flags, dflash=True) as client:
         yield client
 
 

@@ -11,11 +11,12 @@ from test.differential import SERVER_FLAGS, Report, compare, draw, reference, se
 from test.server.conftest import Client, running
 
 SMALL = ["--chunked-prefill-size", "32", "--max-total-tokens", "3072"]
-CI = {"page 1": [], "page 16": ["--page-size", "16"]}
+AHEAD = ["--speculative-dflash-draft-ahead", "on"]
+CI = {"page 1": [], "page 16, ahead": ["--page-size", "16", *AHEAD]}
 CROSS = {
     f"page {page}, TP {tp}, {'small' if small else 'ample'}": [
         *("--page-size", page, "--tp-size", tp),
-        *(SMALL if small else []),
+        *(SMALL + AHEAD if small else []),
     ]
     for page, tp, small in product(("1", "16"), ("1", "2"), (False, True))
 }

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from sglang_dflash.tiny import TARGET, data
-from test.server.conftest import Client, chat, running
+from test.server.conftest import FULL, Client, chat, running
 
 CONFIGURATIONS = {
     "page1": [],
@@ -34,7 +34,7 @@ IN_CI = ("page16-chunk32", "page256-noradix", "tp2")
     ids=str,
 )
 def server(request) -> Iterator[tuple[str, Client]]:
-    with running(*CONFIGURATIONS[request.param], dflash=True) as client:
+    with running(*CONFIGURATIONS[request.param], *FULL, dflash=True) as client:
         yield request.param, client
 
 

@@ -64,9 +64,9 @@ def test_features_are_hidden_states(target, draft, model):
     with InProcess(target, draft) as engine:
         captured = []
         write = engine.worker.context_kv.write
-        engine.worker.context_kv.write = lambda h, p, s: (
+        engine.worker.context_kv.write = lambda h, *rest: (
             captured.append(h.clone()),
-            write(h, p, s),
+            write(h, *rest),
         )
         engine.generate(ids, max_new_tokens=1)
     layers = draft_config()["dflash_config"]["target_layer_ids"]

@@ -7,8 +7,16 @@ import random
 import pytest
 from safetensors.torch import load_file
 
+from sglang_dflash.flags import DRAFT_AHEAD
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
+
+
+@pytest.fixture(autouse=True, params=["off", "on"])
+def ahead(request, monkeypatch):
+    """Everything here holds with --speculative-dflash-draft-ahead, too."""
+    monkeypatch.setenv(DRAFT_AHEAD, request.param)
+    return request.param == "on"
 
 
 def forced_requests(engine, forced, asked, expected):
@@ -36,6 +44,39 @@ def test_small_pool_retracts_and_finishes(target, draft, alone, page):
         assert [facts(req) for req in reqs] == expected
         engine.scheduler.flush_cache()
         assert engine.allocator.available_size() == free
+
+
+def test_a_block_is_drafted_before_the_host_commits(target, draft, alone, ahead):
+    """Once a step, by the step before, and for rows that join by their own prefill."""
+    asked = [(prompt(25 + i, 20), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
+    expected = alone(asked)
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: 2)
+        proposed, propose = [], forced.propose
+
+        def recorded(batch, *where):
+            block = propose(batch, *where)
+            starts = block.position_ids[:, 0].tolist()
+            for req, start in zip(batch.reqs, starts, strict=True):
+                behind = start + 1 - len(req.origin_input_ids) - len(req.output_ids)
+                proposed.append((req.rid, len(req.output_ids), behind))
+            return block
+
+        forced.propose = recorded
+        reqs = []
+        for (ids, options), answer in zip(asked, expected, strict=True):
+            reqs.append(engine.add(ids, **options))
+            forced.truth[reqs[-1].rid] = answer["ids"]
+            engine.step()
+            engine.step()
+        engine.run(*reqs)
+        assert [facts(req) for req in reqs] == expected
+    for req in reqs:
+        mine = [entry[1:] for entry in proposed if entry[0] == req.rid]
+        if ahead:  # prefill commits 1 token and a step 3, which the host has not seen yet
+            assert mine == [(0, 1), *((1 + 3 * i, 3) for i in range(13))]
+        else:
+            assert mine == [(1 + 3 * i, 0) for i in range(13)]
 
 
 def test_filter_and_retract_in_one_step(target, draft, alone):
@@ -153,7 +194,8 @@ def test_counters_of_a_forced_pattern(target, draft, alone):
     total = 1 + sum(k + 1 for k in pattern)
     [expected] = alone([(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})])
     with InProcess(target, draft) as engine:
-        forced = force(engine, lambda req: pattern[req.spec_verify_ct])
+        counts = iter([*pattern, 0])  # a block drafted ahead may never be verified
+        forced = force(engine, lambda _: next(counts))
         [req] = forced_requests(
             engine,
             forced,

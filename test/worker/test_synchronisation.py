@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_dflash.flags import DRAFT_AHEAD
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
 WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "__int__", "__float__", "__bool__")
+ASK_A_CPU = {("argmax.py", "argmax"), ("context_kv.py", "write")}  # branches that a GPU never takes
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, page):
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, ahead, page):
     """Our modules read one tensor of the device a step; the lengths they sum are the host's own."""
+    monkeypatch.setenv(DRAFT_AHEAD, ahead)
     seen: list[tuple[str, str, str]] = []
 
     def counted(name: str):
@@ -26,7 +30,7 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, page):
             code = sys._getframe(1).f_code
             path = Path(code.co_filename)
             ours = path.parent.name in ("runtime", "model", "core", "kernels")
-            if ours and path.name != "argmax.py":  # which asks a CPU's tensors only
+            if ours and (path.name, code.co_name) not in ASK_A_CPU:
                 seen.append((path.name, code.co_name, name))
             return original(self, *args, **kwargs)
 
@@ -42,5 +46,5 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, page):
         engine.step()
         engine.step()
         monkeypatch.undo()
-    host, device = ("state.py", "forward_batch", "__int__"), ("committer.py", "commit", "tolist")
+    host, device = ("state.py", "forward_batch", "__int__"), ("verifier.py", "tolist", "tolist")
     assert seen == [host, device] * 2

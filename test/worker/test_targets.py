@@ -132,9 +132,9 @@ def test_target(tmp_path, architecture):
     assert len(set(expected)) > 2
     with InProcess(str(tmp_path / "target"), str(draft)) as engine:
         write_kv = engine.worker.context_kv.write
-        engine.worker.context_kv.write = lambda features, at, slots: (
+        engine.worker.context_kv.write = lambda features, *rest: (
             captured.append(features.clone()),
-            write_kv(features, at, slots),
+            write_kv(features, *rest),
         )
         assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected
     with torch.no_grad():

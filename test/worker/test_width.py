@@ -9,8 +9,8 @@ import torch
 
 from sglang_dflash.core.width import StepTimes, Survival, best_width
 from sglang_dflash.errors import Refusal
+from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
-from sglang_dflash.verify_width import VARIABLE
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
 
@@ -44,14 +44,14 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
     with InProcess(target, draft) as engine:
         worker = engine.worker
         model, seen = worker.draft_model_runner.model, []
-        likeliest = model.vocabulary.likeliest
+        predict = model.vocabulary.predict
 
-        def recorded(hidden):
+        def recorded(hidden, weigh):
             logits = hidden @ model.vocabulary.lm_head.weight[:160].T
             seen.append(logits.softmax(-1).max(-1))
-            return likeliest(hidden)
+            return predict(hidden, weigh)
 
-        model.vocabulary.likeliest = recorded
+        model.vocabulary.predict = recorded
         blocks = []
         choose = worker.best_width.choose
         worker.best_width.choose = lambda block: blocks.append(block) or choose(block)

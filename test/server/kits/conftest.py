@@ -28,7 +28,7 @@ class Kit:
 
     pytestmark = pytest.mark.usefixtures("server")
     flags: ClassVar[tuple[str, ...]] = ("--constrained-json-disable-any-whitespace",)  # of both
-    environment: ClassVar[dict[str, str]] = {}
+    environment: ClassVar[dict[str, str]] = {"SGLANG_DFLASH_DRAFT_AHEAD": "on"}
     model = str(TARGET)
     base_url: str
     client: Client
