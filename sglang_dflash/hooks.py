@@ -140,7 +140,7 @@ def meta_info(
     if histogram is None or args.speculative_algorithm != "DFLASH":
         return
     size = args.speculative_num_draft_tokens
-    if len(histogram) > size:  # blocks were cut: see `Committer._count_verified`
+    if len(histogram) > size:  # blocks were cut: see `Committer._commit_requests`
         verified, histogram = histogram[size], histogram[:size]
         meta_info["spec_correct_drafts_histogram"] = histogram
         meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified

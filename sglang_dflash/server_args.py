@@ -114,7 +114,8 @@ def handle_dflash(server_args: ServerArgs) -> None:
     server_args.speculative_draft_attention_backend = _draft_backend(server_args)
     _check_target(server_args, draft)
     _check_draft(server_args, draft, tensors)
-    verify_width(server_args), draft_ahead()  # refused here if unreadable
+    verify_width(server_args)
+    draft_ahead()
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")

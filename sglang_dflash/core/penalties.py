@@ -84,7 +84,7 @@ class Penalties:
     def advance(self, tokens: Tensor, count: Tensor) -> None:
         """Add the first `count` of these tokens to the output so far.
 
-        tokens: [B, w] int64; count: [B] int64, at least 1.
+        tokens: [B, w] int64; count: [B] int64.
         """
         kept = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         tokens = torch.where(kept, tokens, tokens[:, :1])
@@ -92,7 +92,8 @@ class Penalties:
             self.frequency.state.scatter_add_(1, tokens, kept * self.frequency.step)
         for kind in (self.presence, self.repetition):
             if kind is not None:
-                kind.state.scatter_(1, tokens, kind.step.expand_as(tokens))
+                was = kind.state.gather(1, tokens)
+                kind.state.scatter_(1, tokens, torch.where(count[:, None] > 0, kind.step, was))
         if self.min_length is not None:
             self.min_length.length += count[:, None].to(self.min_length.length.dtype)
 

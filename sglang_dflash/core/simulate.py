@@ -11,7 +11,7 @@ def simulated_commit(step: int, accept_length: float, width: int) -> int:
     """Tokens that a request commits in its verify step number `step` (from 0): 1 to `width`.
 
     Always the whole number below or above `accept_length`, and after any number of steps the sum is
-    within 1 of `steps * accept_length`.
+    within 1 of `steps * accept_length`, unless `width` cuts it.
     """
     before, after = (math.floor(n * accept_length + PHASE) for n in (step, step + 1))
     return max(1, min(after - before, width))

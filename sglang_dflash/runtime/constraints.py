@@ -24,21 +24,21 @@ from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
     """A view on the tensors of SGLang's penalizers; empty where none is required."""
 
-    def kept(kind: type, penalizer: type, *names: str) -> Any:
+    def view(kind: type, penalizer: type, *names: str) -> Any:
         held = orchestrator.penalizers.get(penalizer)
         if held is None or not held.is_prepared():
             return None
         return kind(*(getattr(held, name) for name in names))
 
     def penalty(penalizer: type, name: str) -> Penalty | None:
-        return kept(Penalty, penalizer, f"cumulated_{name}_penalties", f"{name}_penalties")
+        return view(Penalty, penalizer, f"cumulated_{name}_penalties", f"{name}_penalties")
 
     length = ("len_output_tokens", "min_new_tokens", "stop_token_penalties")
     return Penalties(
         frequency=penalty(BatchedFrequencyPenalizer, "frequency"),
         presence=penalty(BatchedPresencePenalizer, "presence"),
         repetition=penalty(BatchedRepetitionPenalizer, "repetition"),
-        min_length=kept(MinLength, BatchedMinNewTokensPenalizer, *length),
+        min_length=view(MinLength, BatchedMinNewTokensPenalizer, *length),
     )
 
 
@@ -47,17 +47,10 @@ def recount(penalties: Penalties, reqs: list[Req], device: str) -> None:
 
     SGLang starts its penalizers from nothing at every prefill.
     """
-    for row, req in enumerate(reqs):
-        if not req.output_ids:
-            continue
-        one = Penalties(
-            **{
-                name: kind and type(kind)(*(t[row : row + 1] for t in vars(kind).values()))
-                for name, kind in vars(penalties).items()
-            }
-        )
-        tokens = torch.tensor([list(req.output_ids)], device=device)
-        one.advance(tokens, torch.tensor([tokens.shape[1]], device=device))
+    outputs = [list(req.output_ids) for req in reqs]
+    if longest := max(map(len, outputs)):
+        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in outputs], device=device)
+        penalties.advance(tokens, torch.tensor([len(ids) for ids in outputs], device=device))
 
 
 def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:

@@ -49,9 +49,9 @@ def append_committed(batch: ScheduleBatch, logits: Tensor, tokens: list[list[int
         start += len(row)
         out.output_token_logprobs_val.extend(values[here])
         out.output_token_logprobs_idx.extend(row)
-        if (top := out.top_logprobs_num) > 0:
-            out.output_top_logprobs_val.extend(v[:top] for v in top_values[here])
-            out.output_top_logprobs_idx.extend(i[:top] for i in top_ids[here])
+        if (most := out.top_logprobs_num) > 0:
+            out.output_top_logprobs_val.extend(v[:most] for v in top_values[here])
+            out.output_top_logprobs_idx.extend(i[:most] for i in top_ids[here])
         if (named := out.token_ids_logprob) is not None:
             out.output_token_ids_logprobs_val.extend(logprobs[here, named].tolist())
             out.output_token_ids_logprobs_idx.extend([named] * len(row))

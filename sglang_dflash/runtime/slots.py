@@ -20,26 +20,25 @@ class Slots:
         self._allocator, self._count = allocator, count
         self._page_size = allocator.page_size
 
-    def reserve(self, reqs: list[Req]) -> bool:
-        """Give every request its slots; False where memory is short, and nothing is taken.
+    def reserve(self, reqs: list[Req]) -> None:
+        """Give every request its slots.
 
-        The scheduler makes sure of the memory before each decode step, by `tokens_for_next_decode`.
+        `ScheduleBatch.check_decode_mem` makes sure of the memory, by `tokens_for_next_decode`: the
+        scheduler calls it before each decode step.
         """
         count = self._count
         short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + count]
         if not short:
-            return True
+            return
         width, page = self._table.shape[1], self._page_size
         have = [req.kv_allocated_len for req in short]
         want = [reserved_end(req.kv_committed_len, count, page, width) for req in short]
         slots = self._alloc([req.req_pool_idx for req in short], have, want)
-        if slots is None:
-            return False
+        assert slots is not None, "a step began without the memory that check_decode_mem promises"
         sizes = [end - start for start, end in zip(have, want, strict=True)]
         for req, end, part in zip(short, want, slots.split(sizes), strict=True):
             self._table[req.req_pool_idx, req.kv_allocated_len : end] = part
             req.kv_allocated_len = end
-        return True
 
     def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
         """Slots that take these rows from `have` to `want` positions, one row's after another's."""

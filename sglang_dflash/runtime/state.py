@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +65,17 @@ class DFlashBlock(SpecInput):
         """The block cut to its first `width` positions."""
         if width == self.draft_token_num:
             return self
-        token_ids, position_ids, slots, probability = self._fields()
-        cut = slice(None), slice(width)
-        return DFlashBlock(token_ids[cut], position_ids[cut], slots[cut], probability)
+        return self._each(lambda field: field[:, :width])
 
     def filtered(self, rows: Tensor) -> DFlashBlock:
-        return DFlashBlock(*(t if t is None else t[rows] for t in self._fields()))
+        return self._each(lambda field: field[rows])
 
     def merged(self, other: DFlashBlock) -> DFlashBlock:
         both = zip(self._fields(), other._fields(), strict=True)
         return DFlashBlock(*(two[0] if two[0] is None else torch.cat(two) for two in both))
+
+    def _each(self, of: Callable[[Tensor], Tensor]) -> DFlashBlock:
+        return DFlashBlock(*(t if t is None else of(t) for t in self._fields()))
 
     def _fields(self) -> tuple[Any, ...]:
         return self.token_ids, self.position_ids, self.slots, self.probability

@@ -16,7 +16,6 @@ from sglang.srt.server_args import (
     get_global_server_args,
     set_global_server_args_for_scheduler,
 )
-from torch import Tensor
 
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
@@ -91,18 +90,14 @@ class DFlashWorker:
         if batch.forward_mode.is_extend():
             return self._extend(batch)
         state: DFlashState = batch.spec_info
-        promised = self.slots.reserve(batch.reqs)
-        assert promised, "decode started without the memory that check_decode_mem promised"
+        self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
         width = self.best_width.choose(block) if self.best_width else self._width
         verified = self.verifier.verify(batch, block.first(width))
-        self._write_accepted(verified)
         packed = verified.to_host()
-        batch.spec_info = DFlashState(verified.bonus)
-        if self._drafts_ahead:
-            committed = batch.seq_lens + verified.num_accepted + 1
-            batch.spec_info.block = self._draft_next(batch, committed, batch.seq_lens_cpu + width)
+        self._write_accepted(verified)
+        batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
         if self.best_width is not None:
             self.best_width.observe(verified)
         return self.committer.commit(batch, verified, packed.tolist())
@@ -115,10 +110,17 @@ class DFlashWorker:
         states = verified.output.hidden_states
         self.context_kv.write(states, block.positions, block.slots.flatten(), kept)
 
-    def _draft_next(self, batch: ScheduleBatch, lens: Tensor, lens_cpu: Tensor) -> DFlashBlock:
-        """The block behind these lengths; only a request that ends here can be at the limit."""
-        lens = lens.clamp(max=self.model_config.context_len)
-        return self.drafter.propose(batch, batch.spec_info.anchors, lens, lens_cpu)
+    def _draft_next(self, batch: ScheduleBatch, verified: Verified) -> DFlashBlock | None:
+        """The block behind what a step commits, while the host does not know yet how much that is.
+
+        Only a request that ends in this step can come past the context length.
+        """
+        if not self._drafts_ahead:
+            return None
+        most, width = self.model_config.context_len, verified.block.draft_token_num
+        lens = (batch.seq_lens + verified.num_accepted + 1).clamp(max=most)
+        bound = (batch.seq_lens_cpu + width).clamp(max=most)
+        return self.drafter.propose(batch, verified.bonus, lens, bound)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Prefill: the target's own forward and draw, then the context KV of every new token."""
@@ -136,9 +138,12 @@ class DFlashWorker:
             append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
-        whole = all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
-        if self._drafts_ahead and whole and self.slots.reserve(batch.reqs):
-            batch.spec_info.block = self._draft_next(batch, batch.seq_lens, batch.seq_lens_cpu)
+        decodes = all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
+        decodes = decodes and not batch.is_prefill_only
+        if self._drafts_ahead and decodes and batch.check_decode_mem():
+            self.slots.reserve(batch.reqs)
+            lens = batch.seq_lens, batch.seq_lens_cpu
+            batch.spec_info.block = self.drafter.propose(batch, anchors, *lens)
         result.next_token_ids = anchors
         return result
 

@@ -8,11 +8,14 @@ from itertools import product
 import pytest
 
 from test.differential import SERVER_FLAGS, Report, compare, draw, reference, seeded
-from test.server.conftest import Client, running
+from test.server.conftest import FULL, Client, running
 
 SMALL = ["--chunked-prefill-size", "32", "--max-total-tokens", "3072"]
 AHEAD = ["--speculative-dflash-draft-ahead", "on"]
-CI = {"page 1": [], "page 16, ahead": ["--page-size", "16", *AHEAD]}
+CI = {
+    "page 1, auto": ["--speculative-dflash-verify-width", "auto"],
+    "page 16, full, ahead": ["--page-size", "16", *FULL, *AHEAD],
+}
 CROSS = {
     f"page {page}, TP {tp}, {'small' if small else 'ample'}": [
         *("--page-size", page, "--tp-size", tp),

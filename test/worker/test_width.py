@@ -9,6 +9,7 @@ import torch
 
 from sglang_dflash.core.width import StepTimes, Survival, best_width
 from sglang_dflash.errors import Refusal
+from sglang_dflash.flags import DRAFT_AHEAD
 from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
 from test.inprocess import InProcess
@@ -65,6 +66,12 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
 def test_refused(target, draft, monkeypatch, width):
     monkeypatch.setenv(VARIABLE, width)
     with pytest.raises(Refusal, match="verify-width"):
+        InProcess(target, draft)
+
+
+def test_draft_ahead_is_on_or_off(target, draft, monkeypatch):
+    monkeypatch.setenv(DRAFT_AHEAD, "yes")
+    with pytest.raises(Refusal, match="draft-ahead"):
         InProcess(target, draft)
 
 
