@@ -62,7 +62,7 @@ class DFlashBlock(SpecInput):
         self.positions = self.position_ids.flatten()
 
     def first(self, width: int) -> DFlashBlock:
-        """The block cut to its first `width` positions."""
+        """The block, and what its drafts weigh, cut to the first `width` columns."""
         if width == self.draft_token_num:
             return self
         return self._each(lambda field: field[:, :width])
