@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,12 +123,3 @@ def serving(
                 failed(name, error)
                 del servers[name]
         yield servers
-
-
-def end_on_sigterm() -> None:
-    """SIGTERM ends the run as Ctrl-C does, so that servers are ended, too."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from benchmark import machine
 from benchmark.load import Answer, accept_length
-from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
+from benchmark.sides import add_axes, add_server_options, make_side, serving
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.core.simulate import simulated_commit
-from sglang_dflash.launch import Server, ServerFailed
+from sglang_dflash.launch import Server, ServerFailed, interrupt_on_signals
 
 PARTS = ("step", "host", "scheduler", "draft", "verify", "context_kv")
 WARM_UP_STEPS = 3  # of every batch
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    end_on_sigterm()
+    interrupt_on_signals()
     console = Console(stderr=args.json, width=100)
     console.print(
         f"SIMULATED acceptance: {args.accept_length} tokens a step. {args.threads} threads."

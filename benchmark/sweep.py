@@ -21,10 +21,10 @@ from rich.console import Console
 
 from benchmark import machine, report, workloads
 from benchmark.load import Answer, Settings, accept_length, answer_all, stream_all
-from benchmark.sides import add_axes, add_server_options, end_on_sigterm, make_side, serving
+from benchmark.sides import add_axes, add_server_options, make_side, serving
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
-from sglang_dflash.launch import ServerFailed
+from sglang_dflash.launch import ServerFailed, interrupt_on_signals
 from sglang_dflash.tiny import TARGET
 
 AXES = ("block_size", "verify_width", "tp", "page_size", "attention_backend")
@@ -253,7 +253,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    end_on_sigterm()
+    interrupt_on_signals()
     console = Console(stderr=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(args.out, settings_of(args))

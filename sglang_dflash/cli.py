@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
+
+from sglang_dflash.launch import interrupt_on_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,14 +19,18 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--target", help="folder or hub id of the target it is for")
     inspect.add_argument("--json", action="store_true", help="one line of JSON")
     chosen = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so servers are ended
-    if chosen.command == "inspect":
-        from sglang_dflash.inspect import run as run_inspect
+    interrupt_on_signals()
+    try:
+        if chosen.command == "inspect":
+            from sglang_dflash.inspect import run as run_inspect
 
-        return run_inspect(chosen.draft, chosen.target, chosen.json)
-    from sglang_dflash.demo import run as run_demo
+            return run_inspect(chosen.draft, chosen.target, chosen.json)
+        from sglang_dflash.demo import run as run_demo
 
-    return run_demo(quiet=chosen.json)
+        return run_demo(quiet=chosen.json)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

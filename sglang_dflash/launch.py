@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,25 @@ def free_port() -> int:
 def _die_with_parent() -> None:
     """In the child: end when the parent is killed and can end nothing any more (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM interrupts a command as Ctrl-C does, so that its servers are ended, too.
+
+    Python drops what a signal's handler raises while a finaliser runs: then it is sent once more.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            sys.__unraisablehook__(what)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    sys.unraisablehook = dropped
 
 
 class ServerFailed(RuntimeError):
