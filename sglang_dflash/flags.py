@@ -42,25 +42,24 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
-def verify_width(server_args: Any) -> int | None:
-    """How many positions of a block are verified; None where that is chosen step by step."""
+def verify_widths(server_args: Any) -> tuple[int, ...]:
+    """How many positions of a block a step may verify; of several, each step chooses one.
+
+    On CUDA every width has an attention backend and graphs of its own, so there are four.
+    """
     block, on_cpu = int(server_args.speculative_num_draft_tokens), server_args.device == "cpu"
     asked = os.environ.get(VERIFY_WIDTH, "auto" if on_cpu else "full")
-    if asked in ("full", str(block)):
-        return block
-    if not on_cpu:
-        raise Refusal(
-            f"--speculative-dflash-verify-width {asked} is served on a CPU only: CUDA graphs and "
-            "attention backends verify the whole block; leave it at full."
-        )
+    if asked == "full":
+        return (block,)
     if asked == "auto":
-        return None
+        quarters = {max(2, block * i // 4) for i in range(1, 5)}
+        return tuple(range(2, block + 1) if on_cpu else sorted(quarters))
     if not asked.isdecimal() or not 2 <= int(asked) <= block:
         raise Refusal(
             f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) {asked!r} does not work: give "
             f"full, auto, or 2 to {block}."
         )
-    return int(asked)
+    return (int(asked),)
 
 
 def draft_ahead() -> bool:

@@ -19,7 +19,7 @@ from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import Refusal
-from sglang_dflash.flags import draft_ahead, verify_width
+from sglang_dflash.flags import draft_ahead, verify_widths
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     server_args.speculative_draft_attention_backend = _draft_backend(server_args)
     _check_target(server_args, draft)
     _check_draft(server_args, draft, tensors)
-    verify_width(server_args)
+    verify_widths(server_args)
     draft_ahead()
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,19 +65,23 @@ def best_width(survival: Tensor, seconds: Tensor) -> int:
 class StepTimes:
     """Seconds of a step by batch size and width, with straight lines between measured widths."""
 
-    def __init__(self, measured: dict[tuple[int, int], float], block_size: int) -> None:
-        """measured: seconds by (batch, width); every batch has the same widths, 2..N among them."""
+    def __init__(
+        self, measured: dict[tuple[int, int], float], widths: Sequence[int], device: str
+    ) -> None:
+        """measured: seconds by (batch, width), the first and last of `widths` for every batch.
+
+        widths: ascending, those to choose from, the whole block N last.
+        """
         self._batches = sorted({batch for batch, _ in measured})
-        widths = sorted({width for _, width in measured})
-        rows = [
-            np.interp(range(2, block_size + 1), widths, [measured[batch, w] for w in widths])
-            for batch in self._batches
-        ]
-        self._seconds = torch.tensor(np.array(rows), dtype=torch.float32)
+        every, at = range(2, widths[-1] + 1), sorted({width for _, width in measured})
+        rows = [np.interp(every, at, [measured[batch, w] for w in at]) for batch in self._batches]
+        seconds = np.where(np.isin(every, widths), rows, np.inf)
+        self._seconds = torch.tensor(seconds, dtype=torch.float32, device=device)
 
     def at(self, batch: int) -> Tensor:
         """Seconds at width 2..N, [N-1] float32, of the smallest measured batch that holds these.
 
         Of the largest measured one where none does: how seconds grow with width is the same there.
+        Infinite at widths that are not to choose from.
         """
         return self._seconds[min(bisect.bisect_left(self._batches, batch), len(self._batches) - 1)]

@@ -65,9 +65,8 @@ class ContextKV:
             at = kept.nonzero().squeeze(1)
             hidden_states, positions, slots = hidden_states[at], positions[at], slots[at]
         features = hidden_states[:, : self.model.fc.in_features]
-        for rows in range(0, features.shape[0], ROW_CHUNK):
-            chunk = slice(rows, rows + ROW_CHUNK)
-            self._write(features[chunk], positions[chunk], slots[chunk])
+        for chunk in zip(*(t.split(ROW_CHUNK) for t in (features, positions, slots)), strict=True):
+            self._write(*chunk)
 
     def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         context = self.model.hidden_norm(self.model.fc(features))  # [n, H]

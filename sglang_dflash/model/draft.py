@@ -23,7 +23,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.model.loading import load
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
-from sglang_dflash.model.vocabulary import CERTAIN, Vocabulary
+from sglang_dflash.model.vocabulary import Vocabulary
 
 Quantization: TypeAlias = QuantizationConfig | None
 
@@ -36,15 +36,14 @@ class DFlashAttention(nn.Module):
         tp_size = get_tensor_model_parallel_world_size()
         self.head_dim = config.head_dim
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
-        size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        size, dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_heads, config.num_kv_heads
 
         def linear(name: str) -> dict[str, Any]:
             prefix = f"layers.{layer_id}.self_attn.{name}"
             return {"bias": config.attention_bias, "quant_config": quant, "prefix": prefix}
 
-        self.qkv_proj = QKVParallelLinear(
-            size, dim, heads, config.num_kv_heads, **linear("qkv_proj")
-        )
+        self.qkv_proj = QKVParallelLinear(size, dim, heads, kv_heads, **linear("qkv_proj"))
         self.o_proj = RowParallelLinear(heads * dim, size, **linear("o_proj"))
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -87,18 +86,13 @@ class DFlashLayer(nn.Module):
         )
 
     def forward(
-        self,
-        positions: Tensor,
-        hidden: Tensor,
-        forward_batch: ForwardBatch,
-        residual: Tensor | None,
+        self, positions: Tensor, hidden: Tensor, batch: ForwardBatch, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            residual = hidden
-            hidden = self.input_layernorm(hidden)
+            hidden, residual = self.input_layernorm(hidden), hidden
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, forward_batch)
+        hidden = self.self_attn(positions, hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -146,12 +140,8 @@ class DFlashDraftModel(nn.Module):
         weigh: tell the probability of each draft, too.
         """
         self.draft_width, self.weigh = draft_width, weigh
-        self.vocabulary = Vocabulary(
-            target,
-            getattr(self, "embed_tokens", None),
-            getattr(self, "lm_head", None),
-            getattr(self, "d2t", None),
-        )
+        parts = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
+        self.vocabulary = Vocabulary(target, *parts)
         # The checkpoint's scale is of raw embeddings; Gemma's come scaled already.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
@@ -164,8 +154,7 @@ class DFlashDraftModel(nn.Module):
         input_ids: [B*n] int64, anchor then masks; positions: [B*n] int64. The result, [B*n] int64,
         or [B*n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`: the
         one field that SGLang's graph runner slices per token and hands back without looking at it.
-        Where the anchor's position predicts nothing, it holds the anchor: the result is then the
-        block itself.
+        Where the anchor's position predicts nothing, its entry means nothing.
         """
         hidden = self._embed(input_ids)
         residual = None
@@ -178,10 +167,7 @@ class DFlashDraftModel(nn.Module):
             masks = hidden.unflatten(0, (-1, self.draft_width))[:, 1:]  # [B, n-1, H]
             drafts = self.vocabulary.predict(masks.flatten(0, 1), self.weigh)
             drafts = drafts.unflatten(0, (-1, self.draft_width - 1))
-            anchors = input_ids.view(-1, self.draft_width)[:, :1]
-            if self.weigh:
-                anchors = torch.stack([anchors, torch.full_like(anchors, CERTAIN)], dim=-1)
-            predicted = torch.cat([anchors, drafts], dim=1).flatten(0, 1)
+            predicted = torch.cat([drafts[:, :1], drafts], dim=1).flatten(0, 1)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
 
     def _embed(self, input_ids: Tensor) -> Tensor:

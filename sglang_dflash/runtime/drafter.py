@@ -44,13 +44,9 @@ class Drafter:
             lens = self._window.lens(rows, *lens)
         output = self._runner.forward(masked.forward_batch(rows, *lens)).logits_output
         predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
-        probability = None
+        drafts, probability = predicted[:, self._draft_width - self._verify_width + 1 :], None
         if self._runner.model.weigh:
-            drafts = predicted[:, self._draft_width - self._verify_width + 1 :, 1]
-            predicted, probability = predicted[:, :, 0], drafts / CERTAIN
+            drafts, probability = drafts[:, :, 0], drafts[:, :, 1] / CERTAIN
         # Both are copies: the graphs of draft and target share memory, and the target runs next.
-        if self._draft_width < self._verify_width:
-            token_ids = torch.cat([anchors[:, None], predicted], dim=1)
-        else:
-            token_ids = predicted.clone()
+        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return DFlashBlock(token_ids, positions, slots, probability)

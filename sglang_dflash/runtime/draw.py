@@ -42,12 +42,9 @@ class TargetDraw:
         block: [B, w] int64, None after a prefill (w = 1). Returns [B, w] int64.
         """
         self._bend(logits, batch, block)
-        ids = self._draw(logits, batch, positions)
-        if self._group.world_size > 1:
-            # Ranks hold the same logits up to rounding: a near-tie must not part them.
-            root = self._group.ranks[0]
-            torch.distributed.broadcast(ids, src=root, group=self._group.device_group)
-        return ids.view_as(positions)
+        ids = self._draw(logits, batch, positions).view_as(positions)
+        # Ranks hold the same logits up to rounding: a near-tie must not part them.
+        return self._group.broadcast(ids, src=0)
 
     def _bend(self, logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
         info = batch.sampling_info
@@ -73,12 +70,9 @@ class TargetDraw:
         if rows.sampling_seed is not None:
             drawn = self._draw_seeded(probs, rows, batch.reqs, positions)
         else:
-            simple = not (
-                info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
-            )
-            drawn = self._sampler._sample_from_probs(
-                probs, rows, positions.flatten(), simple
-            ).long()
+            needs = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
+            at = positions.flatten()
+            drawn = self._sampler._sample_from_probs(probs, rows, at, not any(needs)).long()
         return torch.where(rows.top_ks <= 1, argmax(logits), drawn)
 
     def _draw_seeded(

@@ -26,13 +26,12 @@ class Slots:
         `ScheduleBatch.check_decode_mem` makes sure of the memory, by `tokens_for_next_decode`: the
         scheduler calls it before each decode step.
         """
-        count = self._count
-        short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + count]
+        short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + self._count]
         if not short:
             return
         width, page = self._table.shape[1], self._page_size
         have = [req.kv_allocated_len for req in short]
-        want = [reserved_end(req.kv_committed_len, count, page, width) for req in short]
+        want = [reserved_end(req.kv_committed_len, self._count, page, width) for req in short]
         slots = self._alloc([req.req_pool_idx for req in short], have, want)
         assert slots is not None, "a step began without the memory that check_decode_mem promises"
         sizes = [end - start for start, end in zip(have, want, strict=True)]

@@ -19,6 +19,7 @@ from sglang_dflash.core.accept import accept
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.width import Widths
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class HostCopy:
 
 
 class Verifier:
-    def __init__(self, target: TpModelWorker, draw: TargetDraw) -> None:
-        self._target, self._draw = target, draw
+    def __init__(self, target: TpModelWorker, draw: TargetDraw, widths: Widths) -> None:
+        self._target, self._draw, self._widths = target, draw, widths
         self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated > 0:
             logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
@@ -69,6 +70,7 @@ class Verifier:
         view.out_cache_loc = block.slots.flatten()
         view.spec_info = block
         view.return_hidden_states = False
+        self._widths.use(block.draft_token_num)
         result = self._target.forward_batch_generation(view, is_verify=True)
         logits = result.logits_output.next_token_logits
         target_ids = self._draw(logits, batch, block.position_ids, block.token_ids)

@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
 
 from sglang_dflash.core.width import StepTimes, Survival, best_width
 from sglang_dflash.runtime.state import DFlashBlock
-from sglang_dflash.runtime.verifier import Verified
 
+logger = logging.getLogger(__name__)
+
+MOST_MEASURED = 64  # requests, in the rehearsal of steps
 PROBE = 50  # steps between two that verify the whole block, so that every position is seen again
 REPEATS = 3
+
+
+class Widths:
+    """The target's attention backend and graphs, which verify one width, for each of these."""
+
+    def __init__(self, runner: ModelRunner, widths: Sequence[int]) -> None:
+        args, graphs = runner.server_args, runner.graph_runner
+        block_size = args.speculative_num_draft_tokens
+        self._runner, self._parts = runner, {block_size: (runner.attn_backend, graphs)}
+        for width in set(widths) - {block_size}:
+            args.speculative_num_draft_tokens = width  # what both are made for
+            backend = runner._get_attention_backend()
+            self._parts[width] = backend, graphs and type(graphs)(runner, attn_backend=backend)
+        args.speculative_num_draft_tokens = block_size
+
+    def use(self, width: int) -> None:
+        """Verify this width from now on; a prefill runs on any."""
+        self._runner.attn_backend, self._runner.graph_runner = self._parts[width]
 
 
 class BestWidth:
     """The width whose expected commits a second are highest, chosen for every batch."""
 
-    def __init__(self, times: StepTimes, block_size: int, device: str) -> None:
-        self._times, self._block_size = times, block_size
-        self._survival = Survival(block_size, device)
+    def __init__(
+        self, step: Callable[[int, int], None], most: int, widths: Sequence[int], device: str
+    ) -> None:
+        """step(batch, width) rehearses one; most: requests at a time; widths: N last."""
+        measured = _measured_times(step, min(most, MOST_MEASURED), widths)
+        logger.info("DFLASH: seconds of a step by (batch, width): %s", measured)
+        self._times, self._block_size = StepTimes(measured, widths, device), widths[-1]
+        self._survival = Survival(self._block_size, device)
         self._steps = itertools.count()
 
     def choose(self, block: DFlashBlock) -> int:
@@ -31,25 +58,23 @@ class BestWidth:
         if next(self._steps) % PROBE == 0:
             return self._block_size
         survival = self._survival(block.probability)
-        return best_width(survival, self._times.at(len(survival)).to(survival.device))
+        return best_width(survival, self._times.at(len(survival)))
 
-    def observe(self, verified: Verified) -> None:
-        block = verified.block
+    def observe(self, block: DFlashBlock, num_accepted: Tensor) -> None:
         assert block.probability is not None
-        self._survival.observe(block.probability, verified.num_accepted, block.draft_token_num)
+        self._survival.observe(block.probability, num_accepted, block.draft_token_num)
 
 
-def measured_times(
-    step: Callable[[int, int], None], most: int, block_size: int
+def _measured_times(
+    step: Callable[[int, int], None], most: int, widths: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Seconds of `step(batch, width)` on a grid of both, equal on all ranks."""
+    """Seconds of `step` on a grid of batches and widths, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    widths = sorted({2, max(2, block_size // 2), block_size})
+    if len(widths) > 4:
+        widths = widths[0], widths[-1] // 2, widths[-1]
     seconds = dict.fromkeys(itertools.product(batches, widths), math.inf)
     for _, (batch, width) in itertools.product(range(REPEATS), seconds):
         started = time.perf_counter()
         step(batch, width)
         seconds[batch, width] = min(seconds[batch, width], time.perf_counter() - started)
-    shared = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    get_tp_group().broadcast(shared, src=0)
-    return dict(zip(seconds, shared.tolist(), strict=True))
+    return get_tp_group().broadcast_object(seconds, src=0)

@@ -24,16 +24,13 @@ class DraftWindow:
         self._target, self._window = target, window
         self._page_size, self._block_size = page_size, block_size
 
-    def _start(self, seq_lens: Tensor) -> Tensor:
-        first = (seq_lens - self._window).clamp(min=0)
-        return first // self._page_size * self._page_size
-
     def lens(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> tuple[Tensor, Tensor]:
         """Fill these rows; their lengths on the device, and bounds of them on the host.
 
         All [B] int64; seq_lens_cpu may be more than the true lengths.
         """
-        start = self._start(seq_lens)
+        first = (seq_lens - self._window).clamp(min=0)
+        start = first // self._page_size * self._page_size
         table = self._target.req_to_token
         width = min(self.rows.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)

@@ -20,8 +20,7 @@ from sglang.srt.server_args import (
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import longest
-from sglang_dflash.core.width import StepTimes
-from sglang_dflash.flags import draft_ahead, reserved_tokens, verify_width
+from sglang_dflash.flags import draft_ahead, reserved_tokens, verify_widths
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer, append_prompt_states
 from sglang_dflash.runtime.drafter import Drafter
@@ -31,13 +30,11 @@ from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verified, Verifier
-from sglang_dflash.runtime.width import BestWidth, measured_times
+from sglang_dflash.runtime.width import BestWidth, Widths
 from sglang_dflash.runtime.window import DraftWindow
 from sglang_dflash.server_args import draft_config
 
 logger = logging.getLogger(__name__)
-
-MOST_MEASURED = 64  # requests, in the rehearsal of steps
 
 
 class DFlashWorker:
@@ -65,15 +62,19 @@ class DFlashWorker:
         self.slots = Slots(rows, allocator, reserved)
         self.drafter = Drafter(self.draft_model_runner, self.slots, window, block_size)
         self._draw = TargetDraw(self.model_runner.sampler)
-        self.verifier = Verifier(target_worker, self._draw)
+        widths = verify_widths(server_args)
+        self._widths = Widths(self.model_runner, widths)
+        self.verifier = Verifier(target_worker, self._draw, self._widths)
         self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
         counted = server_args.enable_metrics and place["tp_rank"] == 0
         counters = StepCounters(block_size) if counted else None
-        width = verify_width(server_args)
-        self.committer = Committer(block_size, width != block_size, counters)
-        self._block_size, self._width = block_size, width or block_size
+        self.committer = Committer(block_size, widths != (block_size,), counters)
+        self._block_size, self._width = block_size, widths[-1]
         self._drafts_ahead = draft_ahead()
-        self.best_width = self._best_width() if width is None else None
+        self.best_width = None
+        if len(widths) > 1:
+            most = server_args.max_running_requests
+            self.best_width = BestWidth(self._rehearse, most, widths, self.device)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
@@ -99,7 +100,7 @@ class DFlashWorker:
         self._write_accepted(verified)
         batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
         if self.best_width is not None:
-            self.best_width.observe(verified)
+            self.best_width.observe(verified.block, verified.num_accepted)
         return self.committer.commit(batch, verified, packed.tolist())
 
     def _write_accepted(self, verified: Verified) -> None:
@@ -147,24 +148,20 @@ class DFlashWorker:
         result.next_token_ids = anchors
         return result
 
-    def _best_width(self) -> BestWidth:
-        """Rehearse steps of all sizes on the dummy slot, to know what they cost here."""
-        most = min(self.server_args.max_running_requests, MOST_MEASURED)
-        times = measured_times(self._rehearse, most, self._block_size)
-        logger.info("DFLASH: seconds of a step by (batch, width): %s", times)
-        return BestWidth(StepTimes(times, self._block_size), self._block_size, self.device)
-
     @torch.inference_mode()
     def _rehearse(self, batch: int, width: int) -> None:
         """The three forwards of a step, without requests."""
-        lens = torch.full((batch,), min(256, self.model_config.context_len - self._block_size))
-        rows, slots = torch.arange(batch), torch.zeros(batch, self._block_size, dtype=torch.int64)
+        lens_cpu = torch.full((batch,), min(256, self.model_config.context_len - self._block_size))
+        lens, rows = lens_cpu.to(self.device), torch.arange(batch, device=self.device)
+        slots = rows.new_zeros(batch, self._block_size)
         block = DFlashBlock(slots, block_positions(lens, self._block_size), slots)
         draft = block.first(self.draft_model_runner.model.draft_width)
-        self.draft_model_runner.forward(draft.forward_batch(rows, lens, lens))
+        self.draft_model_runner.forward(draft.forward_batch(rows, lens, lens_cpu))
         block = block.first(width)
-        output = self.model_runner.forward(block.forward_batch(rows, lens, lens)).logits_output
+        self._widths.use(width)
+        output = self.model_runner.forward(block.forward_batch(rows, lens, lens_cpu)).logits_output
         self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
+        torch.get_device_module(self.device).synchronize()
 
     def clear_cache_pool(self) -> None:
         """Nothing to clear: slots and rows are the target's, and stale draft KV is never read."""
@@ -205,7 +202,7 @@ def _draft_worker(
             memory_pool_config=target.model_runner.memory_pool_config,
             **place,
         )
-        weigh = verify_width(server_args) is None
+        weigh = len(verify_widths(server_args)) > 1
         worker.model_runner.model.bind(target.model_runner.model, draft_width, weigh)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
 import torch
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from transformers import AutoTokenizer
 
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
 from sglang_dflash.runtime.verifier import HostCopy
 from sglang_dflash.tiny import DRAFT, TARGET, data
@@ -80,6 +82,31 @@ def test_drafting_ahead_changes_no_token(monkeypatch, backend, page):
         monkeypatch.setenv(DRAFT_AHEAD, ahead)
         with engine(attention_backend=backend, page_size=page) as run:
             answers.append(together(run, prompts(6)))
+    same = [a == b for a, b in zip(*answers, strict=True)]
+    assert sum(same) >= len(same) - 1, same  # bf16: one near-tie may part
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+@pytest.mark.parametrize("width", ["5", "auto"])
+def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, width):
+    """Whole blocks, one width, and widths in turn: the same tokens, and graphs for every one."""
+    answers, used, turns = [], set(), itertools.cycle([4, 8, 12, 16])
+    replay = CudaGraphRunner.replay
+
+    def watched(graphs, batch, *args, **kwargs):
+        if not graphs.model_runner.is_draft_worker:
+            used.add((graphs.num_tokens_per_bs, batch.spec_info.draft_token_num))
+        return replay(graphs, batch, *args, **kwargs)
+
+    monkeypatch.setattr(CudaGraphRunner, "replay", watched)
+    for asked in ("full", width):
+        monkeypatch.setenv(VERIFY_WIDTH, asked)
+        with engine(attention_backend=backend) as run:
+            if asked == "auto":
+                run.worker.best_width.choose = lambda block: next(turns)
+            answers.append(together(run, prompts(6)))
+    widths = {16, 5} if width == "5" else {4, 8, 12, 16}
+    assert used == {(w, w) for w in widths}
     same = [a == b for a, b in zip(*answers, strict=True)]
     assert sum(same) >= len(same) - 1, same  # bf16: one near-tie may part
 

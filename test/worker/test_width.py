@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from argparse import Namespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.core.width import StepTimes, Survival, best_width
 from sglang_dflash.errors import Refusal
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.flags import DRAFT_AHEAD, verify_widths
 from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
 from test.inprocess import InProcess
@@ -62,6 +66,62 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
         assert block.token_ids[0, 1:].tolist() == best.indices.tolist()
 
 
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "on_cuda"),
+    [
+        (None, tuple(range(2, 9)), (8,)),
+        ("auto", tuple(range(2, 9)), (2, 4, 6, 8)),
+        ("full", (8,), (8,)),
+        ("3", (3,), (3,)),
+    ],
+)
+def test_widths_on_offer(monkeypatch, asked, on_cpu, on_cuda):
+    """On CUDA a width costs graphs, so fewer are on offer, and only where asked for."""
+    monkeypatch.delenv(VARIABLE)
+    if asked is not None:
+        monkeypatch.setenv(VARIABLE, asked)
+    for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
+        args = Namespace(device=device, speculative_num_draft_tokens=8)
+        assert verify_widths(args) == expected
+
+
+def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
+    """Made while the server arguments say that width, and the one that a forward of it runs on."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    made = []
+    make = ModelRunner._get_attention_backend
+
+    def noted(runner, *args, **kwargs):
+        backend = make(runner, *args, **kwargs)
+        if not runner.is_draft_worker:
+            made.append((runner.server_args.speculative_num_draft_tokens, backend))
+        return backend
+
+    monkeypatch.setattr(ModelRunner, "_get_attention_backend", noted)
+    with InProcess(target, draft) as engine:
+        runner, ran = engine.worker.model_runner, []
+        assert runner.server_args.speculative_num_draft_tokens == 8
+        assert sorted(width for width, _ in made) == list(range(2, 9))
+        forward = runner.forward
+
+        def watched(batch, *args, **kwargs):
+            if batch.forward_mode.is_target_verify():
+                ran.append((batch.spec_info.draft_token_num, runner.attn_backend))
+            return forward(batch, *args, **kwargs)
+
+        runner.forward = watched
+        rng = random.Random(5)
+        engine.worker.best_width.choose = lambda block: rng.randint(2, 8)
+        engine.generate(prompt(311, 12), max_new_tokens=60, ignore_eos=True)
+    assert len({width for width, _ in ran}) > 3
+    assert all(backend is dict(made)[width] for width, backend in ran)
+
+
+def test_graphs_of_a_width_are_made_as_sglang_makes_them():
+    """What `Widths` hands to SGLang's graph runner, which only a GPU can construct."""
+    inspect.signature(CudaGraphRunner).bind(None, attn_backend=None)
+
+
 @pytest.mark.parametrize("width", ["1", "9", "half", ""])
 def test_refused(target, draft, monkeypatch, width):
     monkeypatch.setenv(VARIABLE, width)
@@ -111,6 +171,14 @@ def test_width_pays():
 
 
 def test_times_between_measured_points():
-    times = StepTimes({(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}, 4)
+    measured = {(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}
+    times = StepTimes(measured, (2, 3, 4), "cpu")
     assert times.at(1).tolist() == [1.0, 2.0, 3.0]
     assert times.at(3).tolist() == times.at(5).tolist() == [5.0, 6.0, 7.0]
+
+
+def test_only_widths_on_offer_are_chosen():
+    times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8), "cpu").at(1)
+    assert times.isinf().tolist() == [True, True, False, True, True, True, False]
+    sure, doubtful = torch.full((1, 7), 0.9).cumprod(1), torch.full((1, 7), 0.1).cumprod(1)
+    assert (best_width(sure, times), best_width(doubtful, times)) == (8, 4)
