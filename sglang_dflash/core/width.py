@@ -36,14 +36,14 @@ class Survival:
         here = self._right[self._at, bins] + PRIOR * pooled
         return (here / (self._tried[self._at, bins] + PRIOR)).cumprod(dim=1)
 
-    def observe(self, probability: Tensor, num_accepted: Tensor, width: int) -> None:
-        """Learn from a step that verified `width` positions. num_accepted: [B] in 0..width-1."""
-        seen = probability[:, : width - 1]
-        at = self._at[: width - 1].expand_as(seen)
-        reached, right = at <= num_accepted[:, None], at < num_accepted[:, None]
+    def observe(self, probability: Tensor, num_accepted: Tensor, widths: Tensor | int) -> None:
+        """Learn from a step. num_accepted: [B]; widths: [B, 1] that it verified, or one of all."""
+        at = self._at[: probability.shape[1]].expand_as(probability)
+        right = at < num_accepted[:, None]
+        reached = (at <= num_accepted[:, None]) & (at < widths - 1)
         self._tried *= DECAY
         self._right *= DECAY
-        where = (at, _bins(seen))
+        where = (at, _bins(probability))
         self._tried.index_put_(where, reached.float(), accumulate=True)
         self._right.index_put_(where, right.float(), accumulate=True)
 
@@ -52,14 +52,23 @@ def _bins(probability: Tensor) -> Tensor:
     return (probability * BINS).long().clamp_(0, BINS - 1)
 
 
-def best_width(survival: Tensor, seconds: Tensor) -> int:
-    """The width, 2..N, whose expected commits a second are highest.
+def best_widths(survival: Tensor, seconds: Tensor, apart: bool) -> Tensor:
+    """The widths, [B] int64 in 1..N, whose expected commits a second are highest.
 
-    survival: [B, N-1], P(drafts 1..j accepted); seconds: [N-1], of a step at width 2..N. A step
-    commits one token a request and every accepted draft.
+    survival: [B, N-1], P(drafts 1..j accepted); seconds: [N-1], of a step at width 2..N, or at a
+    mean width where each request has its own (`apart`). A step commits one token a request and
+    every accepted draft. Apart, the likeliest drafts of all requests are taken first.
     """
-    commits = survival.shape[0] + survival.sum(0).cumsum(0)
-    return int((commits / seconds).argmax()) + 2
+    batch, drafts = survival.shape
+    if not apart or drafts == 1:
+        commits = batch + survival.sum(0).cumsum(0)
+        return ((commits / seconds).argmax() + 2).expand(batch)
+    likely, order = survival.flatten().sort(descending=True)
+    at = torch.arange(1, likely.numel() + 1, device=likely.device) / batch - 1  # mean width - 2
+    below = at.long().clamp(max=drafts - 2)
+    cost = seconds[below] + (at - below) * (seconds[below + 1] - seconds[below])
+    count = int(((batch + likely.cumsum(0)) / cost).argmax()) + 1
+    return 1 + torch.bincount(order[:count] // drafts, minlength=batch)
 
 
 class StepTimes:

@@ -70,7 +70,8 @@ class RealRowsAttention(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         prefix = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_target_verify():
-            queries = [forward_batch.spec_info.draft_token_num] * len(prefix)
+            block = forward_batch.spec_info  # SGLang's own has the same width in every request
+            queries = getattr(block, "lens", [block.draft_token_num] * len(prefix))
             lengths = [p + q for p, q in zip(prefix, queries, strict=True)]
         elif forward_batch.forward_mode.is_decode():
             queries, lengths = [1] * len(prefix), prefix

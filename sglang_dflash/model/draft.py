@@ -14,14 +14,15 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.models.utils import apply_qk_norm
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.model.loading import load
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary
 
@@ -181,7 +182,7 @@ class DFlashDraftModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a checkpoint strictly; raises `Refusal`."""
-        load(self, self.dflash, weights)
+        load(self, self.dflash, weights, default_weight_loader)
 
 
 EntryClass = DFlashDraftModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -51,13 +52,13 @@ class Committer:
         if batch.sampling_info.penalizer_orchestrator.is_required:
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, verified.num_accepted + 1)
-        tokens, accepted = self._commit_requests(batch, packed, block.draft_token_num - 1)
+        tokens, accepted = self._commit_requests(batch, packed, block.lens)
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:
             append_committed(batch, output.next_token_logits, tokens)
         if batch.return_hidden_states:
-            _append_hidden_states(batch, output.hidden_states, tokens)
+            _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
         self._advance(batch, verified.num_accepted + 1)
         output.hidden_states = None
         result = verified.result
@@ -67,17 +68,17 @@ class Committer:
         return result
 
     def _commit_requests(
-        self, batch: ScheduleBatch, packed: list[list[int]], drafts: int
+        self, batch: ScheduleBatch, packed: list[list[int]], widths: list[int]
     ) -> tuple[list[list[int]], list[int]]:
         """Hand over tokens and count, in SGLang's own counters: steps, accepted drafts, histogram.
 
-        drafts: how many were verified of each request. They are counted behind the histogram's N
+        widths: of each request what was verified. Its drafts are counted behind the histogram's N
         entries, where `hooks.meta_info` finds them.
         Returns for each request the tokens that it took, and how many accepted drafts these hold.
         """
         think_end = batch.model_config.think_end_id
         taken, accepted = [], []
-        for req, row in zip(batch.reqs, packed, strict=True):
+        for req, row, width in zip(batch.reqs, packed, widths, strict=True):
             tokens = row[: row[-1] + 1]
             tokens = tokens[: append_until_finished(req, tokens)]
             req.kv_committed_len += len(tokens)
@@ -89,7 +90,7 @@ class Committer:
             if self._cuts:
                 histogram = req.spec_correct_drafts_histogram
                 histogram.extend([0] * (self._block_size + 1 - len(histogram)))
-                histogram[self._block_size] += drafts
+                histogram[self._block_size] += width - 1
             if req.require_reasoning and think_end is not None:
                 req.update_reasoning_tokens(tokens, think_end)
             taken.append(tokens)
@@ -119,9 +120,11 @@ def append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:
             req.hidden_states.append(rows.tolist())
 
 
-def _append_hidden_states(batch: ScheduleBatch, states: Tensor, tokens: list[list[int]]) -> None:
-    """The last layer's state of each committed token's row. states: [B * N, .. + H]."""
-    by_row = states[:, -batch.model_config.hidden_size :].unflatten(0, (len(batch.reqs), -1))
-    for rows, req, taken in zip(by_row, batch.reqs, tokens, strict=True):
+def _append_hidden_states(
+    batch: ScheduleBatch, states: Sequence[Tensor], tokens: list[list[int]]
+) -> None:
+    """The last layer's state of each committed token's row. states: [w, .. + H] a request."""
+    for rows, req, taken in zip(states, batch.reqs, tokens, strict=True):
         if req.return_hidden_states:
-            req.hidden_states.extend(rows[: len(taken)].tolist())
+            last = rows[: len(taken), -batch.model_config.hidden_size :]
+            req.hidden_states.extend(last.tolist())

@@ -51,6 +51,7 @@ class DFlashBlock(SpecInput):
     position_ids: Tensor  # [B, N] int64
     slots: Tensor  # [B, N] int64, KV slots in both pools
     probability: Tensor | None = None  # [B, N-1] float32, of each draft, where they are weighed
+    real: Tensor | None = None  # [B, N] bool, what a forward holds of it: a prefix a row, None: all
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
     topk: int = 1
     custom_mask: Tensor | None = None  # a chain: the backends' own causal path is exact
@@ -58,14 +59,39 @@ class DFlashBlock(SpecInput):
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.DFLASH_VERIFY)
         self.draft_token_num = self.num_tokens_per_batch = self.token_ids.shape[1]
-        self.draft_token = self.token_ids.flatten()
-        self.positions = self.position_ids.flatten()
+        self.draft_token = self.rows(self.token_ids)
+        self.positions = self.rows(self.position_ids)
+
+    @property
+    def lens(self) -> list[int]:
+        """How many positions of each request a forward holds."""
+        if self.real is None:
+            return [self.draft_token_num] * len(self.token_ids)
+        return self.real.sum(1).tolist()
+
+    def rows(self, field: Tensor) -> Tensor:
+        """Of every position, [B, N], what a forward holds, flat."""
+        return field.flatten() if self.real is None else field[self.real]
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """What a forward gave, [rows, V], at every position: [B * N, V], zeros where nothing."""
+        if self.real is None:
+            return rows
+        padded = rows.new_zeros(*self.real.shape, rows.shape[1])
+        padded[self.real] = rows
+        return padded.flatten(0, 1)
 
     def first(self, width: int) -> DFlashBlock:
         """The block, and what its drafts weigh, cut to the first `width` columns."""
         if width == self.draft_token_num:
             return self
         return self._each(lambda field: field[:, :width])
+
+    def cut(self, widths: Tensor) -> DFlashBlock:
+        """Of each request the first so many positions. widths: [B] int64 in 1..N."""
+        block = self.first(int(widths.max()))
+        real = torch.arange(block.draft_token_num, device=widths.device) < widths[:, None]
+        return block if bool(real.all()) else DFlashBlock(*block._fields(), real)
 
     def filtered(self, rows: Tensor) -> DFlashBlock:
         return self._each(lambda field: field[rows])
@@ -95,7 +121,7 @@ class DFlashBlock(SpecInput):
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=int(seq_lens_cpu.sum()),
-            out_cache_loc=self.slots.flatten(),
+            out_cache_loc=self.rows(self.slots),
             positions=self.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self,

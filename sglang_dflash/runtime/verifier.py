@@ -67,12 +67,13 @@ class Verifier:
         view = copy.copy(batch)  # the scheduler's batch keeps its own mode, inputs and state
         view.forward_mode = ForwardMode.TARGET_VERIFY
         view.input_ids = block.draft_token
-        view.out_cache_loc = block.slots.flatten()
+        view.out_cache_loc = block.rows(block.slots)
         view.spec_info = block
         view.return_hidden_states = False
         self._widths.use(block.draft_token_num)
         result = self._target.forward_batch_generation(view, is_verify=True)
-        logits = result.logits_output.next_token_logits
+        output = result.logits_output
+        output.next_token_logits = logits = block.padded(output.next_token_logits)
         target_ids = self._draw(logits, batch, block.position_ids, block.token_ids)
         num_accepted, bonus = self._accept(batch, block, target_ids)
         return Verified(block, target_ids, num_accepted, bonus, result)
@@ -88,10 +89,13 @@ class Verifier:
         """
         width, info = block.draft_token_num, batch.sampling_info
         if (mean := self._simulated) > 0:
-            commits = [simulated_commit(req.spec_verify_ct, mean, width) for req in batch.reqs]
+            each = zip(batch.reqs, block.lens, strict=True)
+            commits = [simulated_commit(req.spec_verify_ct, mean, most) for req, most in each]
             accepted = torch.tensor(commits, device=target_ids.device) - 1
             return accepted, target_ids.gather(1, accepted[:, None]).squeeze(1)
         tokens = block.token_ids
+        if block.real is not None:
+            tokens = tokens.masked_fill(~block.real, -1)
         if info.has_custom_logit_processor:
             custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()])
             drafts = torch.arange(width, device=custom.device) > 0

@@ -12,7 +12,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.core.width import StepTimes, Survival, best_widths
 from sglang_dflash.runtime.state import DFlashBlock
 
 logger = logging.getLogger(__name__)
@@ -40,29 +40,38 @@ class Widths:
         self._runner.attn_backend, self._runner.graph_runner = self._parts[width]
 
 
-class BestWidth:
-    """The width whose expected commits a second are highest, chosen for every batch."""
+class BestWidths:
+    """The widths whose expected commits a second are highest, chosen for every batch."""
 
     def __init__(
-        self, step: Callable[[int, int], None], most: int, widths: Sequence[int], device: str
+        self,
+        step: Callable[[int, int], None],
+        most: int,
+        widths: Sequence[int],
+        runner: ModelRunner,
     ) -> None:
         """step(batch, width) rehearses one; most: requests at a time; widths: N last."""
         measured = _measured_times(step, min(most, MOST_MEASURED), widths)
         logger.info("DFLASH: seconds of a step by (batch, width): %s", measured)
-        self._times, self._block_size = StepTimes(measured, widths, device), widths[-1]
+        device, self._block_size = runner.device, widths[-1]
+        self._times = StepTimes(measured, widths, device)
         self._survival = Survival(self._block_size, device)
+        # Graphs and backends of a GPU serve one width, and so do SGLang's 3-D positions.
+        self._apart = device == "cpu" and not runner.model_is_mrope
         self._steps = itertools.count()
 
-    def choose(self, block: DFlashBlock) -> int:
+    def choose(self, block: DFlashBlock) -> DFlashBlock:
+        """The part of the block that pays."""
         assert block.probability is not None
         if next(self._steps) % PROBE == 0:
-            return self._block_size
+            return block
         survival = self._survival(block.probability)
-        return best_width(survival, self._times.at(len(survival)))
+        return block.cut(best_widths(survival, self._times.at(len(survival)), self._apart))
 
     def observe(self, block: DFlashBlock, num_accepted: Tensor) -> None:
         assert block.probability is not None
-        self._survival.observe(block.probability, num_accepted, block.draft_token_num)
+        widths = block.draft_token_num if block.real is None else block.real.sum(1, keepdim=True)
+        self._survival.observe(block.probability, num_accepted, widths)
 
 
 def _measured_times(

@@ -30,7 +30,7 @@ from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verified, Verifier
-from sglang_dflash.runtime.width import BestWidth, Widths
+from sglang_dflash.runtime.width import BestWidths, Widths
 from sglang_dflash.runtime.window import DraftWindow
 from sglang_dflash.server_args import draft_config
 
@@ -71,10 +71,10 @@ class DFlashWorker:
         self.committer = Committer(block_size, widths != (block_size,), counters)
         self._block_size, self._width = block_size, widths[-1]
         self._drafts_ahead = draft_ahead()
-        self.best_width = None
+        self.best_widths = None
         if len(widths) > 1:
             most = server_args.max_running_requests
-            self.best_width = BestWidth(self._rehearse, most, widths, self.device)
+            self.best_widths = BestWidths(self._rehearse, most, widths, self.model_runner)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
@@ -94,22 +94,22 @@ class DFlashWorker:
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        width = self.best_width.choose(block) if self.best_width else self._width
-        verified = self.verifier.verify(batch, block.first(width))
+        part = self.best_widths.choose(block) if self.best_widths else block.first(self._width)
+        verified = self.verifier.verify(batch, part)
         packed = verified.to_host()
         self._write_accepted(verified)
         batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
-        if self.best_width is not None:
-            self.best_width.observe(verified.block, verified.num_accepted)
+        if self.best_widths is not None:
+            self.best_widths.observe(verified.block, verified.num_accepted)
         return self.committer.commit(batch, verified, packed.tolist())
 
     def _write_accepted(self, verified: Verified) -> None:
         """Context KV of the committed tokens: the anchor and the accepted drafts."""
         block = verified.block
         at = torch.arange(block.draft_token_num, device=self.device)
-        kept = (at <= verified.num_accepted[:, None]).flatten()
+        kept = block.rows(at <= verified.num_accepted[:, None])
         states = verified.output.hidden_states
-        self.context_kv.write(states, block.positions, block.slots.flatten(), kept)
+        self.context_kv.write(states, block.positions, block.rows(block.slots), kept)
 
     def _draft_next(self, batch: ScheduleBatch, verified: Verified) -> DFlashBlock | None:
         """The block behind what a step commits, while the host does not know yet how much that is.

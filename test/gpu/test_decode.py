@@ -103,7 +103,7 @@ def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, w
         monkeypatch.setenv(VERIFY_WIDTH, asked)
         with engine(attention_backend=backend) as run:
             if asked == "auto":
-                run.worker.best_width.choose = lambda block: next(turns)
+                run.worker.best_widths.choose = lambda block: block.first(next(turns))
             answers.append(together(run, prompts(6)))
     widths = {16, 5} if width == "5" else {4, 8, 12, 16}
     assert used == {(w, w) for w in widths}

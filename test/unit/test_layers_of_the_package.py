@@ -17,5 +17,6 @@ sys.meta_path.insert(0, Ban())
 import sglang_dflash.core.accept, sglang_dflash.core.block, sglang_dflash.core.slots
 import sglang_dflash.core.penalties, sglang_dflash.kernels.context_kv
 import sglang_dflash.config, sglang_dflash.checkpoint, sglang_dflash.checkpoint.fit
+import sglang_dflash.checkpoint.loading, sglang_dflash.core.width, sglang_dflash.core.simulate
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from argparse import Namespace
 
@@ -11,7 +12,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.core.width import StepTimes, Survival, best_widths
 from sglang_dflash.errors import Refusal
 from sglang_dflash.flags import DRAFT_AHEAD, verify_widths
 from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
@@ -32,7 +33,9 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page):
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
         if width == "any":
-            engine.worker.best_width.choose = lambda block: rng.randint(2, 8)
+            engine.worker.best_widths.choose = lambda block: block.cut(
+                torch.tensor([rng.randint(1, 8) for _ in block.token_ids])
+            )
         engine.run(*reqs)
         assert [facts(req) for req in reqs] == expected
         if width.isdecimal():
@@ -58,8 +61,8 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
 
         model.vocabulary.predict = recorded
         blocks = []
-        choose = worker.best_width.choose
-        worker.best_width.choose = lambda block: blocks.append(block) or choose(block)
+        choose = worker.best_widths.choose
+        worker.best_widths.choose = lambda block: blocks.append(block) or choose(block)
         engine.generate(prompt(310, 12), max_new_tokens=30, ignore_eos=True)
     for block, best in zip(blocks, seen, strict=True):
         torch.testing.assert_close(block.probability[0], best.values, atol=2e-6, rtol=0)
@@ -111,7 +114,7 @@ def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
 
         runner.forward = watched
         rng = random.Random(5)
-        engine.worker.best_width.choose = lambda block: rng.randint(2, 8)
+        engine.worker.best_widths.choose = lambda block: block.first(rng.randint(2, 8))
         engine.generate(prompt(311, 12), max_new_tokens=60, ignore_eos=True)
     assert len({width for width, _ in ran}) > 3
     assert all(backend is dict(made)[width] for width, backend in ran)
@@ -157,7 +160,7 @@ def test_survival_learns_what_a_probability_means():
     assert survival(said)[0, 0] == pytest.approx(0.9)
     for _ in range(400):
         right = torch.rand((8, 4), generator=rng) < 0.5
-        survival.observe(said, right.long().cumprod(1).sum(1).clamp(max=1), width=2)
+        survival.observe(said, right.long().cumprod(1).sum(1).clamp(max=1), widths=2)
     expected = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     torch.testing.assert_close(survival(said)[0], expected, atol=0.05, rtol=0.2)
 
@@ -166,8 +169,15 @@ def test_width_pays():
     """Verify more where drafts survive and where positions cost nothing."""
     sure, doubtful = torch.full((4, 7), 0.9).cumprod(1), torch.full((4, 7), 0.3).cumprod(1)
     flat, steep = torch.ones(7), torch.arange(2.0, 9.0)
-    assert best_width(sure, flat) == best_width(doubtful, flat) == 8
-    assert best_width(sure, 4 + steep) > best_width(doubtful, 4 + steep) == 2
+    for apart in (False, True):
+
+        def best(survival, seconds, apart=apart):
+            widths = best_widths(survival, seconds, apart).tolist()
+            assert len(widths) == 4
+            return widths
+
+        assert best(sure, flat) == best(doubtful, flat) == [8] * 4
+        assert min(best(sure, 4 + steep)) > max(best(doubtful, 4 + steep))
 
 
 def test_times_between_measured_points():
@@ -181,4 +191,28 @@ def test_only_widths_on_offer_are_chosen():
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8), "cpu").at(1)
     assert times.isinf().tolist() == [True, True, False, True, True, True, False]
     sure, doubtful = torch.full((1, 7), 0.9).cumprod(1), torch.full((1, 7), 0.1).cumprod(1)
-    assert (best_width(sure, times), best_width(doubtful, times)) == (8, 4)
+
+    def best(survival):
+        return best_widths(survival, times, apart=False).tolist()
+
+    assert (best(sure), best(doubtful)) == ([8], [4])
+
+
+def test_each_request_has_the_width_that_its_drafts_deserve():
+    """The best of all widths, by trying them all; the dearer a position, the fewer."""
+    survival = torch.tensor([[0.9, 0.8, 0.7], [0.4, 0.1, 0.0], [0.6, 0.5, 0.1]])
+    totals = []
+    for price in (0.05, 0.3, 1.0, 3.0):
+        seconds = 2 + price * torch.arange(2.0, 5.0)  # at a mean width of 2, 3, 4
+
+        def pays(widths, seconds=seconds):
+            commits = 3 + sum(row[: w - 1].sum() for row, w in zip(survival, widths, strict=True))
+            slope = seconds[1] - seconds[0]
+            return float(commits / (seconds[0] + (sum(widths) / 3 - 2) * slope))
+
+        chosen = best_widths(survival, seconds, apart=True).tolist()
+        tried = [w for w in itertools.product(range(1, 5), repeat=3) if w != (1, 1, 1)]
+        assert pays(chosen) == pytest.approx(max(map(pays, tried)))
+        totals.append(sum(chosen))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > totals[-1]

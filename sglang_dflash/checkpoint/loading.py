@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint import rename_weights
@@ -22,8 +22,16 @@ STACKED = (  # (parameter, checkpoint name, shard)
 )
 
 
-def load(model: nn.Module, config: DFlashConfig, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill a draft model. Raises `Refusal` for missing, unexpected or non-finite tensors."""
+def load(
+    model: nn.Module,
+    config: DFlashConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    copy: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Fill a draft model. Raises `Refusal` for missing, unexpected or non-finite tensors.
+
+    copy(place, tensor) loads a parameter that has no `weight_loader` of its own.
+    """
     places: dict[str, Tensor] = dict(model.named_parameters())
     if config.vocabulary_map:
         places["d2t"] = model.get_buffer("d2t")
@@ -46,7 +54,7 @@ def load(model: nn.Module, config: DFlashConfig, weights: Iterable[tuple[str, Te
             )
         missing.remove((name, shard))
         place = places[name]
-        loader = getattr(place, "weight_loader", default_weight_loader)
+        loader: Any = getattr(place, "weight_loader", copy)
         loader(place, tensor) if shard is None else loader(place, tensor, shard)
     if missing or unexpected:
         gone = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in missing)
