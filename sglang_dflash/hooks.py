@@ -144,7 +144,8 @@ def meta_info(
         verified, histogram = histogram[size], histogram[:size]
         meta_info["spec_correct_drafts_histogram"] = histogram
         meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
-        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / verified
+        # 0 drafts: each step may have verified the anchor alone
+        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
     meta_info["spec_accepted_per_position"] = [
         sum(histogram[position:]) for position in range(1, size)
     ]

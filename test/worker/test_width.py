@@ -153,6 +153,16 @@ def test_rates_count_the_width_used():
     assert meta["spec_correct_drafts_histogram"] == [2, 1, 0, 1]
 
 
+def test_a_request_whose_drafts_were_never_verified_has_rate_0():
+    class Manager:
+        server_args = Namespace(speculative_algorithm="DFLASH", speculative_num_draft_tokens=4)
+
+    meta = {"spec_correct_drafts_histogram": [2, 0, 0, 0, 0], "spec_num_correct_drafts": 0}
+    meta_info(None, Manager, meta, None, 0)
+    assert meta["spec_num_proposed_drafts"] == meta["spec_accept_rate"] == 0
+    assert meta["spec_accepted_per_position"] == [0, 0, 0]
+
+
 def test_survival_learns_what_a_probability_means():
     """Drafts that say 0.9 and are right half the time; positions behind the cut learn, too."""
     survival, rng = Survival(5, "cpu"), torch.Generator().manual_seed(0)
