@@ -60,7 +60,7 @@ def best_widths(survival: Tensor, seconds: Tensor, apart: bool) -> Tensor:
     every accepted draft. Apart, the likeliest drafts of all requests are taken first.
     """
     batch, drafts = survival.shape
-    if not apart or drafts == 1:
+    if not apart or 1 in (batch, drafts):
         commits = batch + survival.sum(0).cumsum(0)
         return ((commits / seconds).argmax() + 2).expand(batch)
     likely, order = survival.flatten().sort(descending=True)
