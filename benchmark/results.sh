@@ -8,7 +8,7 @@ out=${OUT:-benchmark/results}
 threads=${THREADS:-1} # of a server; the other cores are the client's and the tokenizer's
 sweep() { "$python" -m benchmark.sweep --mix --threads "$threads" --out "$out/$1.json" "${@:2}"; }
 
-sweep concurrency --prompts 11 --per-slot 4
+sweep concurrency --prompts 11
 sweep widths --sides ours --verify-width full,8,auto --prompts 11 --per-slot 3 \
   --concurrency 1,8,32 --repeats 2
 "$python" -m benchmark.step_cost --threads "$threads" --sides ours,builtin,none --out "$out/step_cost.json"
