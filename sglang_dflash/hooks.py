@@ -143,6 +143,7 @@ def meta_info(
     if len(histogram) > size:  # blocks were cut: see `Committer._commit_requests`
         verified, histogram = histogram[size], histogram[:size]
         meta_info["spec_correct_drafts_histogram"] = histogram
+        meta_info["spec_accept_histogram"] = histogram
         meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
         # 0 drafts: each step may have verified the anchor alone
         meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)

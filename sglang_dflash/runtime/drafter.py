@@ -46,7 +46,8 @@ class Drafter:
         predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
         drafts, probability = predicted[:, self._draft_width - self._verify_width + 1 :], None
         if self._runner.model.weigh:
-            drafts, probability = drafts[:, :, 0], drafts[:, :, 1] / CERTAIN
+            drafts, weights = drafts.unbind(2)
+            probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
         # Both are copies: the graphs of draft and target share memory, and the target runs next.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return DFlashBlock(token_ids, positions, slots, probability)

@@ -26,10 +26,15 @@ class Widths:
     """The target's attention backend and graphs, which verify one width, for each of these."""
 
     def __init__(self, runner: ModelRunner, widths: Sequence[int]) -> None:
-        args, graphs = runner.server_args, runner.graph_runner
+        self._runner, self._widths = runner, widths
+        self.make()
+
+    def make(self) -> None:
+        """The pairs of all widths but the whole block's, which the runner has."""
+        runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
         block_size = args.speculative_num_draft_tokens
-        self._runner, self._parts = runner, {block_size: (runner.attn_backend, graphs)}
-        for width in set(widths) - {block_size}:
+        self._parts = {block_size: (runner.attn_backend, graphs)}
+        for width in set(self._widths) - {block_size}:
             args.speculative_num_draft_tokens = width  # what both are made for
             backend = runner._get_attention_backend()
             self._parts[width] = backend, graphs and type(graphs)(runner, attn_backend=backend)

@@ -151,7 +151,9 @@ class DFlashWorker:
     @torch.inference_mode()
     def _rehearse(self, batch: int, width: int) -> None:
         """The three forwards of a step, without requests."""
-        lens_cpu = torch.full((batch,), min(256, self.model_config.context_len - self._block_size))
+        seen = self.server_args.speculative_draft_window_size or 256
+        length = min(seen, 256, self.model_config.context_len - self._block_size)
+        lens_cpu = torch.full((batch,), length)
         lens, rows = lens_cpu.to(self.device), torch.arange(batch, device=self.device)
         slots = rows.new_zeros(batch, self._block_size)
         block = DFlashBlock(slots, block_positions(lens, self._block_size), slots)
@@ -159,7 +161,10 @@ class DFlashWorker:
         self.draft_model_runner.forward(draft.forward_batch(rows, lens, lens_cpu))
         block = block.first(width)
         self._widths.use(width)
-        output = self.model_runner.forward(block.forward_batch(rows, lens, lens_cpu)).logits_output
+        verify = block.forward_batch(rows, lens, lens_cpu)
+        if self.model_runner.model_is_mrope:
+            verify.mrope_positions = verify.positions.expand(3, -1)
+        output = self.model_runner.forward(verify).logits_output
         self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
         torch.get_device_module(self.device).synchronize()
 
@@ -168,7 +173,11 @@ class DFlashWorker:
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """The request names the target's new weights; the draft keeps its own."""
-        return self.target_worker.update_weights_from_disk(recv_req)
+        self._widths.use(self._block_size)  # the one whose graphs SGLang captures anew, if asked to
+        done = self.target_worker.update_weights_from_disk(recv_req)
+        if recv_req.recapture_cuda_graph:
+            self._widths.make()
+        return done
 
 
 def _draft_worker(

@@ -126,7 +126,8 @@ def test_release_resume_and_weight_update(server, mixed):
     prompt, expected = mixed[1]
     client.flush()
     before = client.generate(prompt, max_new_tokens=96)
-    updated = client.post("/update_weights_from_disk", {"model_path": str(TARGET)})
+    again = {"model_path": str(TARGET), "recapture_cuda_graph": True}
+    updated = client.post("/update_weights_from_disk", again)
     assert updated.json()["success"], updated.text
     assert trace(client.generate(prompt, max_new_tokens=96)) == trace(before)
     assert client.post("/release_memory_occupation").status_code == 200

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from sglang_dflash.flags import VERIFY_WIDTH
 from test.checkpoints import (
     EOS,
     HIDDEN,
@@ -143,6 +144,22 @@ def test_target(tmp_path, architecture):
         torch.testing.assert_close(feature, states[k + 1][0], atol=1e-4, rtol=1e-5)
         for neighbour in {k, k + 2} & set(range(LAYERS + 1)):
             assert (feature - states[neighbour][0]).abs().max() > 1e-2
+
+
+def test_a_target_with_3d_positions_is_verified_in_part(tmp_path, monkeypatch):
+    """Width auto: one for the whole batch, as SGLang wants equal rows of such a target."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    write(tmp_path / "target", "Qwen2_5_VLForConditionalGeneration")
+    config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
+    draft = write_draft(tmp_path / "draft", config, draft_weights(config))
+    asked = [prompt(3 + i, 20 + i) for i in range(3)]
+    said = []
+    for path in (None, str(draft)):
+        with InProcess(str(tmp_path / "target"), path) as engine:
+            reqs = [engine.add(ids, max_new_tokens=24, ignore_eos=True) for ids in asked]
+            engine.run(*reqs)
+            said.append([list(req.output_ids) for req in reqs])
+    assert said[0] == said[1]
 
 
 def table() -> dict[str, str]:

@@ -19,6 +19,7 @@ from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
+from test.worker.test_draft import draft_kv
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -34,7 +35,7 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page):
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
         if width == "any":
             engine.worker.best_widths.choose = lambda block: block.cut(
-                torch.tensor([rng.randint(1, 8) for _ in block.token_ids])
+                torch.tensor([rng.randint(2, 8), *(rng.randint(1, 8) for _ in block.slots[1:])])
             )
         engine.run(*reqs)
         assert [facts(req) for req in reqs] == expected
@@ -44,6 +45,69 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page):
                 assert sum(histogram[int(width) : 8]) == 0
                 assert histogram[8] == req.spec_verify_ct * (int(width) - 1)
                 assert sum(histogram[:8]) == req.spec_verify_ct
+
+
+def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
+    """After steps of unequal widths, the draft's KV is what a prefill of the same tokens gives."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    rng = random.Random(6)
+    asked = [(prompt(320 + i, 9 + i), {"max_new_tokens": 60, "ignore_eos": True}) for i in range(4)]
+    expected = alone(asked)
+    seen = []
+    with InProcess(target, draft) as engine:
+        forced = force(engine, lambda _: rng.randint(0, 7))
+        reqs = [engine.add(ids, **options) for ids, options in asked]
+        forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
+        engine.worker.best_widths.choose = lambda block: block.cut(
+            torch.tensor([8, *(rng.randint(1, 7) for _ in block.slots[1:])])
+        )
+        for _ in range(8):
+            engine.step()
+        for req in reqs:
+            tokens = [*req.origin_input_ids, *req.output_ids][:-1]
+            seen.append((tokens, draft_kv(engine, req.req_pool_idx, len(tokens))))
+            assert not req.finished()
+        engine.run(*reqs)
+    with InProcess(target, draft) as engine:
+        for tokens, kv in seen:
+            engine.scheduler.flush_cache()
+            req = engine.add(tokens, max_new_tokens=8, ignore_eos=True)
+            while not req.output_ids:
+                engine.step()
+            fresh = draft_kv(engine, req.req_pool_idx, len(tokens))
+            torch.testing.assert_close(kv, fresh, atol=1e-4, rtol=0)
+            engine.run(req)
+
+
+def test_survival_learns_from_unequal_widths():
+    """A draft behind a request's cut is neither right nor wrong."""
+    said, accepted = torch.full((2, 3), 0.9), torch.tensor([2, 1])
+    one, both = Survival(4, "cpu"), Survival(4, "cpu")
+    both.observe(said, accepted, torch.tensor([[4], [2]]))
+    one.observe(said[:1], accepted[:1], 4)
+    one._tried[0] += one._right[0]  # the second request: its only draft, right
+    one._right[0] *= 2
+    torch.testing.assert_close(both(said), one(said))
+
+
+def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "auto")
+    with InProcess(target, draft) as engine:
+        model, blocks = engine.worker.draft_model_runner.model, []
+        predict = model.vocabulary.predict
+        lost = torch.tensor(float("nan")).long()
+
+        def garbled(hidden, weigh):
+            predicted = predict(hidden, weigh)
+            predicted[:, 1] = lost
+            return predicted
+
+        model.vocabulary.predict = garbled
+        choose = engine.worker.best_widths.choose
+        engine.worker.best_widths.choose = lambda block: blocks.append(block) or choose(block)
+        output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
+    assert len(output) == 12
+    assert not any(block.probability.any() for block in blocks)
 
 
 def test_the_drafts_own_probability(target, draft, monkeypatch):
@@ -151,6 +215,7 @@ def test_rates_count_the_width_used():
     assert meta["spec_accept_rate"] == pytest.approx(4 / 9)
     assert meta["spec_accepted_per_position"] == [2, 1, 1]
     assert meta["spec_correct_drafts_histogram"] == [2, 1, 0, 1]
+    assert meta["spec_accept_histogram"] == [2, 1, 0, 1]
 
 
 def test_a_request_whose_drafts_were_never_verified_has_rate_0():
