@@ -42,8 +42,8 @@ part 110 "exactness of the bundled pair" "$PYTHON" -m sglang_dflash.cli demo --j
   tee "$OUT/exactness.json"
 SGLANG_DFLASH_DRAFT_AHEAD=on part 150 "fa3, drafting ahead, two widths, SIMULATED acceptance" \
   "$PYTHON" -m benchmark.sweep "${dummy[@]}" --sides ours --attention-backend fa3 \
-  --verify-width full,auto --simulate-accept-length 6.36 --ignore-eos --mix --prompts 32 --per-slot 6 --concurrency 1,8,32 \
-  --repeats 2 --out "$OUT/dummy_8b_fa3_ahead.json"
+  --verify-width full,auto --simulate-accept-length 6.36 --ignore-eos --mix \
+  --prompts 32 --per-slot 6 --concurrency 1,8,32 --repeats 2 --out "$OUT/dummy_8b_fa3_ahead.json"
 part 120 "time of a step, SIMULATED acceptance" "$PYTHON" -m benchmark.step_cost "${dummy[@]}" \
   --sides ours,builtin,none --contexts 64,2048 --max-total-tokens 98304 --json \
   --out "$OUT/step_cost.json"
