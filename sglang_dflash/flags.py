@@ -53,7 +53,7 @@ def verify_widths(server_args: Any) -> tuple[int, ...]:
         return (block,)
     if asked == "auto":
         quarters = {max(2, block * i // 4) for i in range(1, 5)}
-        return tuple(range(2, block + 1) if on_cpu else sorted(quarters))
+        return tuple(range(1, block + 1) if on_cpu else sorted(quarters))
     if not asked.isdecimal() or not 2 <= int(asked) <= block:
         raise Refusal(
             f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) {asked!r} does not work: give "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BINS = 8  # of the draft's own probability
 PRIOR = 8.0  # drafts that a bin must have seen to count as much as the pooled curve
@@ -29,12 +30,13 @@ class Survival:
         self._at = torch.arange(block_size - 1, device=device)
 
     def __call__(self, probability: Tensor) -> Tensor:
-        """P(drafts 1..j are all accepted). probability: [B, N-1] of each draft -> [B, N-1]."""
+        """P(drafts 1..j are all accepted). probability: [B, N-1], 0 if not drafted -> [B, N-1]."""
         bins = _bins(probability)
         right, tried = self._right.sum(0), self._tried.sum(0)
         pooled = (right[bins] + PRIOR * probability) / (tried[bins] + PRIOR)
         here = self._right[self._at, bins] + PRIOR * pooled
-        return (here / (self._tried[self._at, bins] + PRIOR)).cumprod(dim=1)
+        kept = here / (self._tried[self._at, bins] + PRIOR)
+        return (kept * (probability > 0)).cumprod(dim=1)
 
     def observe(self, probability: Tensor, num_accepted: Tensor, widths: Tensor | int) -> None:
         """Learn from a step. num_accepted: [B]; widths: [B, 1] that it verified, or one of all."""
@@ -52,27 +54,18 @@ def _bins(probability: Tensor) -> Tensor:
     return (probability * BINS).long().clamp_(0, BINS - 1)
 
 
-def best_widths(survival: Tensor, seconds: Tensor, apart: bool) -> Tensor:
-    """The widths, [B] int64 in 1..N, whose expected commits a second are highest.
+def best_width(survival: Tensor, seconds: Tensor) -> Tensor:
+    """The one width of all requests, [] int64 in 1..N, that commits most tokens a second.
 
-    survival: [B, N-1], P(drafts 1..j accepted); seconds: [N-1], of a step at width 2..N, or at a
-    mean width where each request has its own (`apart`). A step commits one token a request and
-    every accepted draft. Apart, the likeliest drafts of all requests are taken first.
+    survival: [B, N-1], P(drafts 1..j accepted); seconds: [N], of a step at width 1..N, which
+    commits one token a request and every accepted draft.
     """
-    batch, drafts = survival.shape
-    if not apart or 1 in (batch, drafts):
-        commits = batch + survival.sum(0).cumsum(0)
-        return ((commits / seconds).argmax() + 2).expand(batch)
-    likely, order = survival.flatten().sort(descending=True)
-    at = torch.arange(1, likely.numel() + 1, device=likely.device) / batch - 1  # mean width - 2
-    below = at.long().clamp(max=drafts - 2)
-    cost = seconds[below] + (at - below) * (seconds[below + 1] - seconds[below])
-    count = int(((batch + likely.cumsum(0)) / cost).argmax()) + 1
-    return 1 + torch.bincount(order[:count] // drafts, minlength=batch)
+    commits = len(survival) + pad(survival.sum(0).cumsum(0), (1, 0))
+    return (commits / seconds).argmax() + 1
 
 
 class StepTimes:
-    """Seconds of a step by batch size and width, with straight lines between measured widths."""
+    """Seconds of a forward by batch size and width, with straight lines between measured widths."""
 
     def __init__(
         self, measured: dict[tuple[int, int], float], widths: Sequence[int], device: str
@@ -82,15 +75,14 @@ class StepTimes:
         widths: ascending, those to choose from, the whole block N last.
         """
         self._batches = sorted({batch for batch, _ in measured})
-        every, at = range(2, widths[-1] + 1), sorted({width for _, width in measured})
+        every, at = range(1, widths[-1] + 1), sorted({width for _, width in measured})
         rows = [np.interp(every, at, [measured[batch, w] for w in at]) for batch in self._batches]
         seconds = np.where(np.isin(every, widths), rows, np.inf)
         self._seconds = torch.tensor(seconds, dtype=torch.float32, device=device)
 
     def at(self, batch: int) -> Tensor:
-        """Seconds at width 2..N, [N-1] float32, of the smallest measured batch that holds these.
+        """Seconds at width 1..N, [N] float32, infinite at widths that are not to choose from.
 
-        Of the largest measured one where none does: how seconds grow with width is the same there.
-        Infinite at widths that are not to choose from.
+        They are of the smallest measured batch that holds these, or of the largest there is.
         """
         return self._seconds[min(bisect.bisect_left(self._batches, batch), len(self._batches) - 1)]

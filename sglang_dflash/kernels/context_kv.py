@@ -1,4 +1,4 @@
-"""K norm, RoPE and the scatter of context K/V into every draft layer's pool: kernel and twin."""
+"""K norm, RoPE and the scatter of context K/V into every draft layer's pool."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sglang_dflash.cpu.context_kv import store_in_torch
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,10 @@ def store_context_kv(
     write(kv, norm_weight, eps, cos_sin, slots, pools)
 
 
-def store_in_torch(
-    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
-) -> None:
-    """The twin of `launch_store`."""
-    k, v = kv.unbind(2)  # [n, L, heads, D]
-    k32 = k.float()
-    k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)
-    k32 = (k32 * norm_weight[:, None].float()).to(k.dtype).float()
-    cos, sin = cos_sin[:, :, None].float().chunk(2, dim=-1)  # [n, L or 1, 1, D/2]
-    first, second = k32.chunk(2, dim=-1)
-    k = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(k.dtype)
-    for layer, (k_pool, v_pool) in enumerate(zip(pools.k, pools.v, strict=True)):
-        k_pool[slots] = k[:, layer]
-        v_pool[slots] = v[:, layer]
-
-
 def launch_store(
     kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
 ) -> None:
-    """One program a token, layer and head. kv and cos_sin are made contiguous."""
+    """One program a token, layer and head; `cpu.context_kv.store_in_torch` is its twin."""
     n, layers, _, heads, dim = kv.shape
     assert kv.dtype == pools.k[0].dtype
     _store[(n, layers, heads)](

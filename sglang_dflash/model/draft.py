@@ -102,8 +102,7 @@ class DFlashDraftModel(nn.Module):
     """Drafts a block in one forward: embedding, layers, norm, LM-head argmax.
 
     `fc` and `hidden_norm` turn the target's features into the context that `model.context_kv`
-    writes into this model's KV pool. `bind` gives it the target's vocabulary and the length of the
-    block it reads.
+    writes into this model's KV pool. `bind` gives it the target's vocabulary.
     """
 
     def __init__(
@@ -132,15 +131,11 @@ class DFlashDraftModel(nn.Module):
             self.register_buffer("mask_embedding", torch.empty(dflash.hidden_size))
             self.mask_embedding: Tensor
         self.vocabulary: Vocabulary
-        self.draft_width: int
         self.weigh: bool
 
-    def bind(self, target: Any, draft_width: int, weigh: bool) -> None:
-        """Take the target's vocabulary, and `draft_width` block positions a request.
-
-        weigh: tell the probability of each draft, too.
-        """
-        self.draft_width, self.weigh = draft_width, weigh
+    def bind(self, target: Any, weigh: bool) -> None:
+        """Take the target's vocabulary. weigh: tell the probability of each draft, too."""
+        self.weigh = weigh
         parts = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, *parts)
         # The checkpoint's scale is of raw embeddings; Gemma's come scaled already.
@@ -152,23 +147,17 @@ class DFlashDraftModel(nn.Module):
     ) -> LogitsProcessorOutput:
         """Predict a token at every block position.
 
-        input_ids: [B*n] int64, anchor then masks; positions: [B*n] int64. The result, [B*n] int64,
-        or [B*n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`: the
-        one field that SGLang's graph runner slices per token and hands back without looking at it.
-        Where the anchor's position predicts nothing, its entry means nothing.
+        input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [n] int64, or
+        [n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`: the one
+        field that SGLang's graph runner slices per token and hands back without looking at it.
+        Where a draft is not trained to predict from the anchor, its entry means nothing.
         """
         hidden = self._embed(input_ids)
         residual = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        if self.dflash.sample_from_anchor:
-            predicted = self.vocabulary.predict(hidden, self.weigh)
-        else:
-            masks = hidden.unflatten(0, (-1, self.draft_width))[:, 1:]  # [B, n-1, H]
-            drafts = self.vocabulary.predict(masks.flatten(0, 1), self.weigh)
-            drafts = drafts.unflatten(0, (-1, self.draft_width - 1))
-            predicted = torch.cat([drafts[:, :1], drafts], dim=1).flatten(0, 1)
+        predicted = self.vocabulary.predict(hidden, self.weigh)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
 
     def _embed(self, input_ids: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Committer:
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:
-            append_committed(batch, output.next_token_logits, tokens)
+            append_committed(batch, output.next_token_logits.split(block.lens), tokens)
         if batch.return_hidden_states:
             _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
         self._advance(batch, verified.num_accepted + 1)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sglang_dflash.core.block import block_positions, masked_block
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.width import BestWidths
 from sglang_dflash.runtime.window import DraftWindow
 
 
 class Drafter:
     def __init__(
-        self, runner: ModelRunner, slots: Slots, window: DraftWindow | None, verify_width: int
+        self, runner: ModelRunner, slots: Slots, window: DraftWindow | None, best: BestWidths | None
     ) -> None:
-        self._runner, self._slots, self._window = runner, slots, window
-        self._verify_width, self._draft_width = verify_width, runner.model.draft_width
+        self._runner, self._slots, self._window, self._best_widths = runner, slots, window, best
         self._mask_token_id = runner.model.dflash.mask_token_id
+        # Where the anchor's position predicts a draft, the draft reads one position fewer.
+        self._width = runner.server_args.speculative_num_draft_tokens
+        self._block_size = self._width + runner.model.dflash.sample_from_anchor
 
     def propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -29,25 +32,25 @@ class Drafter:
         """The drafted block of every request; its slots hold the draft's K/V of the masks.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
-        seq_lens_cpu: on the host and at least these.
+        seq_lens_cpu: on the host and at least these. What is not worth its draft stays a mask.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
-        positions = block_positions(seq_lens, self._verify_width)
+        positions = block_positions(seq_lens, self._block_size)
         slots = self._slots.of(rows, positions)
-        masked = DFlashBlock(
-            token_ids=masked_block(anchors, self._draft_width, self._mask_token_id),
-            position_ids=positions[:, : self._draft_width],
-            slots=slots[:, : self._draft_width],
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        token_ids = masked_block(anchors, self._block_size, self._mask_token_id)
+        masked = DFlashBlock(token_ids, positions, slots).first(self._width)
+        if self._best_widths is not None:
+            masked = self._best_widths.to_draft(masked, rows)
+        masked.capture_hidden_mode = CaptureHiddenMode.NULL
         if self._window is not None:
             lens = self._window.lens(rows, *lens)
         output = self._runner.forward(masked.forward_batch(rows, *lens)).logits_output
-        predicted = output.hidden_states.unflatten(0, (-1, self._draft_width))
-        drafts, probability = predicted[:, self._draft_width - self._verify_width + 1 :], None
+        predicted = masked.padded(output.hidden_states)
+        drafts, probability = predicted[:, self._width - self._block_size + 1 :], None
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
             probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
-        # Both are copies: the graphs of draft and target share memory, and the target runs next.
-        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
+            probability = pad(probability, (0, self._block_size - 1 - probability.shape[1]))
+        # Copies: the graphs of draft and target share memory, and the target runs next.
+        token_ids[:, 1 : 1 + drafts.shape[1]] = drafts
         return DFlashBlock(token_ids, positions, slots, probability)

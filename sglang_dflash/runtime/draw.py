@@ -12,7 +12,7 @@ from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
@@ -24,6 +24,7 @@ from sglang_dflash.runtime.constraints import (
     recount,
     run_custom_processors,
 )
+from sglang_dflash.runtime.state import DFlashBlock
 
 
 class TargetDraw:
@@ -34,64 +35,70 @@ class TargetDraw:
         self._group = get_tp_group()
 
     def __call__(
-        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Tensor | None
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
     ) -> Tensor:
-        """Token after every row, equal on all ranks.
+        """Token after every row, [rows] int64, equal on all ranks.
 
-        logits: [B * w, V] float32, bent in place; positions: [B, w] int64 of the rows' inputs;
-        block: [B, w] int64, None after a prefill (w = 1). Returns [B, w] int64.
+        logits: [rows, V] float32, bent in place; positions: [rows] int64 of the rows' inputs;
+        block: whose rows they are, None after a prefill, which has one a request.
         """
         self._bend(logits, batch, block)
-        ids = self._draw(logits, batch, positions).view_as(positions)
+        ids = self._draw(logits, batch, positions, block)
         # Ranks hold the same logits up to rounding: a near-tie must not part them.
         return self._group.broadcast(ids, src=0)
 
-    def _bend(self, logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
-        info = batch.sampling_info
-        by_row = logits.unflatten(0, (len(batch.reqs), -1))  # [B, w, V]
-        if info.penalizer_orchestrator.is_required:
-            penalties = penalties_of(info.penalizer_orchestrator)
+    def _bend(self, logits: Tensor, batch: ScheduleBatch, block: DFlashBlock | None) -> None:
+        info, penalised = batch.sampling_info, batch.sampling_info.penalizer_orchestrator
+        custom, bias = info.has_custom_logit_processor, info.logit_bias
+        if not (penalised.is_required or batch.has_grammar or custom or bias is not None):
+            return
+        tokens = None if block is None else block.token_ids
+        rows = logits[:, None] if block is None else block.padded(logits)  # [B, w, V]
+        if penalised.is_required:
+            penalties = penalties_of(penalised)
             if block is None:
                 recount(penalties, batch.reqs, batch.device)
-            penalties.apply(by_row, block)
+            penalties.apply(rows, tokens)
         if batch.has_grammar:
-            mask_by_grammar(logits, batch, block)
-        if info.logit_bias is not None:
-            by_row.add_(info.logit_bias[:, None])
-        if info.has_custom_logit_processor:
-            run_custom_processors(by_row[:, 0], info, batch.reqs)
+            mask_by_grammar(rows.flatten(0, 1), batch, tokens)
+        if bias is not None:
+            rows.add_(bias[:, None])
+        if custom:
+            run_custom_processors(rows[:, 0], info, batch.reqs)
+        if block is not None and block.real is not None:
+            logits.copy_(rows[block.real])
 
-    def _draw(self, logits: Tensor, batch: ScheduleBatch, positions: Tensor) -> Tensor:
+    def _draw(
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
+    ) -> Tensor:
         info = batch.sampling_info
         if info.is_all_greedy:
             return argmax(logits)
-        rows = _repeat(info, positions.shape[1])
+        rows = _by_row(info, block)
         probs = torch.softmax(logits / rows.temperatures, dim=-1)
         if rows.sampling_seed is not None:
-            drawn = self._draw_seeded(probs, rows, batch.reqs, positions)
+            each = [req.sampling_params for req in batch.reqs]
+            filtered = torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
+            drawn = self._draw_seeded(probs, rows, positions, _spread(filtered, block))
         else:
             needs = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
-            at = positions.flatten()
-            drawn = self._sampler._sample_from_probs(probs, rows, at, not any(needs)).long()
+            drawn = self._sampler._sample_from_probs(probs, rows, positions, not any(needs)).long()
         return torch.where(rows.top_ks <= 1, argmax(logits), drawn)
 
     def _draw_seeded(
-        self, probs: Tensor, rows: SamplingBatchInfo, reqs: list[Req], positions: Tensor
+        self, probs: Tensor, rows: SamplingBatchInfo, positions: Tensor, filtered: Tensor
     ) -> Tensor:
         """Each row by the path of its own parameters, so that its seed alone decides.
 
         SGLang takes one path for a whole batch, and the two index their noise differently: by
         vocabulary id, or by rank where a filter sorts. Greedy rows are overwritten by the caller.
         """
-        filtered = torch.tensor(
-            [r.sampling_params.top_k != TOP_K_ALL or r.sampling_params.top_p != 1.0 for r in reqs]
-        ).repeat_interleave(positions.shape[1])
-        drawn = positions.new_zeros(probs.shape[0])
+        drawn = torch.zeros_like(positions)
         for which, sort in ((~filtered, False), (filtered, True)):
             at = which.nonzero().squeeze(1).to(probs.device)
             if len(at) == 0:
                 continue
-            seed, position = rows.sampling_seed[at], positions.flatten()[at]
+            seed, position = rows.sampling_seed[at], positions[at]
             if sort:
                 filters = rows.top_ks[at], rows.top_ps[at], rows.min_ps[at], False
                 ids = top_k_top_p_min_p_sampling_from_probs_torch(
@@ -103,12 +110,16 @@ class TargetDraw:
         return drawn
 
 
-def _repeat(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
-    """Each request's sampling parameters for all rows of its block."""
+def _spread(requests: Tensor, block: DFlashBlock | None) -> Tensor:
+    """What each request has, [B, ..], for all its rows."""
+    return requests if block is None else block.spread(requests)
+
+
+def _by_row(info: SamplingBatchInfo, block: DFlashBlock | None) -> SamplingBatchInfo:
+    """Each request's sampling parameters for all its rows."""
     names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
     given = {name: t for name in names if (t := getattr(info, name)) is not None}
-    rows = {name: t.repeat_interleave(width, dim=0) for name, t in given.items()}
-    return replace(info, **rows)
+    return replace(info, **{name: _spread(t, block) for name, t in given.items()})
 
 
 def log_probabilities(logits: Tensor, temperatures: Tensor, greedy: Tensor) -> Tensor:

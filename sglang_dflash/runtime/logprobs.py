@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
@@ -22,24 +24,19 @@ def attach_after_prefill(
     )
 
 
-def append_committed(batch: ScheduleBatch, logits: Tensor, tokens: list[list[int]]) -> None:
+def append_committed(
+    batch: ScheduleBatch, logits: Sequence[Tensor], tokens: list[list[int]]
+) -> None:
     """Append the log probabilities of each request's committed tokens.
 
-    logits: [B * N, V] as the draw saw them; tokens: what each request took, from its row 0 on.
+    logits: of each request [w, V] as the draw saw them; tokens: what it took, from its row 0 on.
     """
-    width = logits.shape[0] // len(batch.reqs)
-    wanted = [
-        (i, req, row)
-        for i, (req, row) in enumerate(zip(batch.reqs, tokens, strict=True))
-        if req.return_logprob
-    ]
-    rows = [i * width + j for i, _, row in wanted for j in range(len(row))]
-    at = torch.tensor(rows, device=logits.device)
-    info = batch.sampling_info
-    logprobs = log_probabilities(
-        logits[at], info.temperatures[at // width], info.top_ks[at // width] <= 1
-    )
-    flat = torch.tensor([t for *_, row in wanted for t in row], device=logits.device)
+    wanted = [(i, req, tokens[i]) for i, req in enumerate(batch.reqs) if req.return_logprob]
+    rows = torch.cat([logits[i][: len(row)] for i, _, row in wanted])
+    info, device = batch.sampling_info, rows.device
+    whose = torch.tensor([i for i, _, row in wanted for _ in row], device=device)
+    logprobs = log_probabilities(rows, info.temperatures[whose], info.top_ks[whose] <= 1)
+    flat = torch.tensor([t for *_, row in wanted for t in row], device=device)
     values = logprobs.gather(1, flat[:, None]).squeeze(1).tolist()
     top = max(req.logprob.top_logprobs_num for _, req, _ in wanted)
     top_values, top_ids = ([], []) if top == 0 else (t.tolist() for t in logprobs.topk(top))

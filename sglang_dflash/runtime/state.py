@@ -74,12 +74,17 @@ class DFlashBlock(SpecInput):
         return field.flatten() if self.real is None else field[self.real]
 
     def padded(self, rows: Tensor) -> Tensor:
-        """What a forward gave, [rows, V], at every position: [B * N, V], zeros where nothing."""
+        """What a forward gave, [rows, ..], at every position: [B, N, ..], zeros where nothing."""
         if self.real is None:
-            return rows
-        padded = rows.new_zeros(*self.real.shape, rows.shape[1])
+            return rows.unflatten(0, self.token_ids.shape)
+        padded = rows.new_zeros(*self.real.shape, *rows.shape[1:])
         padded[self.real] = rows
-        return padded.flatten(0, 1)
+        return padded
+
+    def spread(self, requests: Tensor) -> Tensor:
+        """Of each request, [B, ..], for its rows in a forward: [rows, ..]."""
+        lens = self.draft_token_num if self.real is None else self.real.sum(1)
+        return requests.repeat_interleave(lens, dim=0)
 
     def first(self, width: int) -> DFlashBlock:
         """The block, and what its drafts weigh, cut to the first `width` columns."""

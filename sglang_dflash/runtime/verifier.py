@@ -34,26 +34,20 @@ class Verified:
 
     @property
     def output(self) -> LogitsProcessorOutput:
-        """next_token_logits: [B * N, V] as the draw saw them; hidden_states: [B * N, K * H], the
+        """next_token_logits: [rows, V] as the draw saw them; hidden_states: [rows, K * H], the
         features of the block, then [.., H] of the last layer where requested."""
         return self.result.logits_output
 
-    def to_host(self) -> HostCopy:
-        """The one tensor that the host waits for: a row a request, its draws and num_accepted."""
-        return HostCopy(torch.cat([self.target_ids, self.num_accepted[:, None]], dim=1))
+    def to_host(self) -> tuple[Tensor, torch.Event]:
+        """The one copy to the host, queued, and when it is done.
 
-
-class HostCopy:
-    """A tensor on its way to the host, while the device goes on with what is queued next."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
-        self._done = torch.get_device_module(tensor.device).Event()
-        self._done.record()
-
-    def tolist(self) -> list[list[int]]:
-        self._done.synchronize()
-        return self._copy.tolist()
+        [B, N + 1] int64: a row a request, its draws and num_accepted.
+        """
+        packed = torch.cat([self.target_ids, self.num_accepted[:, None]], dim=1)
+        copied = packed.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
+        done = torch.get_device_module(packed.device).Event()
+        done.record()
+        return copied, done
 
 
 class Verifier:
@@ -73,8 +67,8 @@ class Verifier:
         self._widths.use(block.draft_token_num)
         result = self._target.forward_batch_generation(view, is_verify=True)
         output = result.logits_output
-        output.next_token_logits = logits = block.padded(output.next_token_logits)
-        target_ids = self._draw(logits, batch, block.position_ids, block.token_ids)
+        drawn = self._draw(output.next_token_logits, batch, block.positions, block)
+        target_ids = block.padded(drawn)
         num_accepted, bonus = self._accept(batch, block, target_ids)
         return Verified(block, target_ids, num_accepted, bonus, result)
 

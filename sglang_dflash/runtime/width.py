@@ -1,4 +1,4 @@
-"""How much of a drafted block the target verifies: as much as pays best."""
+"""How much of a block is drafted and verified: as much as pays best."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.core.width import StepTimes, Survival, best_widths
+from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.cpu.widths import Outlook, best_widths
 from sglang_dflash.runtime.state import DFlashBlock
 
 logger = logging.getLogger(__name__)
@@ -49,29 +51,48 @@ class BestWidths:
     """The widths whose expected commits a second are highest, chosen for every batch."""
 
     def __init__(
-        self,
-        step: Callable[[int, int], None],
-        most: int,
-        widths: Sequence[int],
-        runner: ModelRunner,
+        self, rehearse: Callable[[int, int, bool], None], widths: Sequence[int], runner: ModelRunner
     ) -> None:
-        """step(batch, width) rehearses one; most: requests at a time; widths: N last."""
-        measured = _measured_times(step, min(most, MOST_MEASURED), widths)
-        logger.info("DFLASH: seconds of a step by (batch, width): %s", measured)
-        device, self._block_size = runner.device, widths[-1]
-        self._times = StepTimes(measured, widths, device)
-        self._survival = Survival(self._block_size, device)
+        """rehearse(batch, width, draft) runs a draft or a verify; widths: ascending, N last."""
         # Graphs and backends of a GPU serve one width, and so do SGLang's 3-D positions.
-        self._apart = device == "cpu" and not runner.model_is_mrope
+        self._apart = runner.device == "cpu" and not runner.model_is_mrope
+        self._block_size, device = widths[-1], runner.device
+        most = min(runner.server_args.max_running_requests, MOST_MEASURED)
+        drafted = widths if self._apart else widths[-1:]
+        self._drafting = StepTimes(_measured(rehearse, most, drafted, True), drafted, device)
+        self._verifying = StepTimes(_measured(rehearse, most, widths, False), widths, device)
+        self._survival = Survival(self._block_size, device)
+        self._outlook = Outlook(len(runner.req_to_token_pool.req_to_token), self._block_size)
         self._steps = itertools.count()
 
-    def choose(self, block: DFlashBlock) -> DFlashBlock:
-        """The part of the block that pays."""
+    def forget(self, rows: Tensor) -> None:
+        """New requests are in these rows, [B] int64."""
+        if self._apart:
+            self._outlook.forget(rows.numpy())
+
+    def to_draft(self, masked: DFlashBlock, rows: Tensor) -> DFlashBlock:
+        """The part of a block of masks that is worth its draft: at least one of each request."""
+        if not self._apart:
+            return masked
+        seconds = (times.at(len(rows)).numpy() for times in (self._drafting, self._verifying))
+        widths = best_widths(self._outlook(rows.numpy()), *seconds).clip(min=2)
+        return masked.cut(torch.from_numpy(widths) - self._block_size + masked.draft_token_num)
+
+    def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
+        """The part of a drafted block that is worth its verify."""
         assert block.probability is not None
-        if next(self._steps) % PROBE == 0:
-            return block
-        survival = self._survival(block.probability)
-        return block.cut(best_widths(survival, self._times.at(len(survival)), self._apart))
+        survival, drafted, batch = (
+            self._survival(block.probability),
+            block.probability > 0,
+            len(rows),
+        )
+        spent = self._drafting.at(batch).take(drafted.sum() // batch)
+        seconds, probes = spent + self._verifying.at(batch), next(self._steps) % PROBE == 0
+        if not self._apart:
+            return block if probes else block.cut(best_width(survival, seconds).expand(batch))
+        self._outlook.observe(rows.numpy(), survival.numpy(), drafted.numpy())
+        best = torch.from_numpy(best_widths(survival.numpy(), seconds.numpy()))
+        return block.cut(1 + drafted.sum(1) if probes else best)
 
     def observe(self, block: DFlashBlock, num_accepted: Tensor) -> None:
         assert block.probability is not None
@@ -79,16 +100,17 @@ class BestWidths:
         self._survival.observe(block.probability, num_accepted, widths)
 
 
-def _measured_times(
-    step: Callable[[int, int], None], most: int, widths: Sequence[int]
+@torch.inference_mode()
+def _measured(
+    rehearse: Callable[[int, int, bool], None], most: int, widths: Sequence[int], draft: bool
 ) -> dict[tuple[int, int], float]:
-    """Seconds of `step` on a grid of batches and widths, equal on all ranks."""
+    """Seconds of a draft or a verify on a grid of batches and widths, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    if len(widths) > 4:
-        widths = widths[0], widths[-1] // 2, widths[-1]
-    seconds = dict.fromkeys(itertools.product(batches, widths), math.inf)
+    grid = (widths[0], widths[-1] // 2, widths[-1]) if len(widths) > 4 else widths
+    seconds = dict.fromkeys(itertools.product(batches, grid), math.inf)
     for _, (batch, width) in itertools.product(range(REPEATS), seconds):
         started = time.perf_counter()
-        step(batch, width)
+        rehearse(batch, width, draft)
         seconds[batch, width] = min(seconds[batch, width], time.perf_counter() - started)
+    logger.info(f"DFLASH: seconds of a {'draft' if draft else 'verify'}: {seconds}")
     return get_tp_group().broadcast_object(seconds, src=0)

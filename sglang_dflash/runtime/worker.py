@@ -60,7 +60,6 @@ class DFlashWorker:
         model = self.draft_model_runner.model
         reserved = reserved_tokens(server_args)
         self.slots = Slots(rows, allocator, reserved)
-        self.drafter = Drafter(self.draft_model_runner, self.slots, window, block_size)
         self._draw = TargetDraw(self.model_runner.sampler)
         widths = verify_widths(server_args)
         self._widths = Widths(self.model_runner, widths)
@@ -73,8 +72,8 @@ class DFlashWorker:
         self._drafts_ahead = draft_ahead()
         self.best_widths = None
         if len(widths) > 1:
-            most = server_args.max_running_requests
-            self.best_widths = BestWidths(self._rehearse, most, widths, self.model_runner)
+            self.best_widths = BestWidths(self._rehearse, widths, self.model_runner)
+        self.drafter = Drafter(self.draft_model_runner, self.slots, window, self.best_widths)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
@@ -94,13 +93,15 @@ class DFlashWorker:
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        part = self.best_widths.choose(block) if self.best_widths else block.first(self._width)
+        best, rows = self.best_widths, batch.req_pool_indices
+        part = best.to_verify(block, rows) if best else block.first(self._width)
         verified = self.verifier.verify(batch, part)
-        packed = verified.to_host()
+        packed, copied = verified.to_host()
         self._write_accepted(verified)
         batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
-        if self.best_widths is not None:
-            self.best_widths.observe(verified.block, verified.num_accepted)
+        if best is not None:
+            best.observe(verified.block, verified.num_accepted)
+        copied.synchronize()
         return self.committer.commit(batch, verified, packed.tolist())
 
     def _write_accepted(self, verified: Verified) -> None:
@@ -129,8 +130,7 @@ class DFlashWorker:
         forward_batch = ForwardBatch.init_new(batch, self.model_runner)
         result = self.target_worker.forward_batch_generation(None, forward_batch, is_verify=True)
         output = result.logits_output
-        last = (batch.seq_lens - 1)[:, None]
-        anchors = self._draw(output.next_token_logits, batch, last, block=None).squeeze(1)
+        anchors = self._draw(output.next_token_logits, batch, batch.seq_lens - 1, block=None)
         if batch.return_logprob:
             attach_after_prefill(self.model_runner.sampler, batch, output, anchors)
         positions = forward_batch.positions.long()
@@ -139,33 +139,36 @@ class DFlashWorker:
             append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
-        decodes = all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
-        decodes = decodes and not batch.is_prefill_only
-        if self._drafts_ahead and decodes and batch.check_decode_mem():
+        if self.best_widths is not None:
+            self.best_widths.forget(batch.req_pool_indices)
+        unfinished = any(req.inflight_middle_chunks > 0 for req in batch.reqs)
+        decodes = self._drafts_ahead and not unfinished and not batch.is_prefill_only
+        if decodes and batch.check_decode_mem():
             self.slots.reserve(batch.reqs)
             lens = batch.seq_lens, batch.seq_lens_cpu
             batch.spec_info.block = self.drafter.propose(batch, anchors, *lens)
         result.next_token_ids = anchors
         return result
 
-    @torch.inference_mode()
-    def _rehearse(self, batch: int, width: int) -> None:
-        """The three forwards of a step, without requests."""
+    def _rehearse(self, batch: int, width: int, draft: bool) -> None:
+        """The draft's forward, or the target's and the context KV of it, without requests."""
+        if draft:
+            width = min(width, self.draft_model_runner.server_args.speculative_num_draft_tokens)
         seen = self.server_args.speculative_draft_window_size or 256
         length = min(seen, 256, self.model_config.context_len - self._block_size)
         lens_cpu = torch.full((batch,), length)
         lens, rows = lens_cpu.to(self.device), torch.arange(batch, device=self.device)
-        slots = rows.new_zeros(batch, self._block_size)
-        block = DFlashBlock(slots, block_positions(lens, self._block_size), slots)
-        draft = block.first(self.draft_model_runner.model.draft_width)
-        self.draft_model_runner.forward(draft.forward_batch(rows, lens, lens_cpu))
-        block = block.first(width)
-        self._widths.use(width)
-        verify = block.forward_batch(rows, lens, lens_cpu)
-        if self.model_runner.model_is_mrope:
-            verify.mrope_positions = verify.positions.expand(3, -1)
-        output = self.model_runner.forward(verify).logits_output
-        self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
+        slots = rows.new_zeros(batch, width)
+        block = DFlashBlock(slots, block_positions(lens, width), slots)
+        forward = block.forward_batch(rows, lens, lens_cpu)
+        if draft:
+            self.draft_model_runner.forward(forward)
+        else:
+            self._widths.use(width)
+            if self.model_runner.model_is_mrope:
+                forward.mrope_positions = forward.positions.expand(3, -1)
+            output = self.model_runner.forward(forward).logits_output
+            self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
         torch.get_device_module(self.device).synchronize()
 
     def clear_cache_pool(self) -> None:
@@ -212,7 +215,7 @@ def _draft_worker(
             **place,
         )
         weigh = len(verify_widths(server_args)) > 1
-        worker.model_runner.model.bind(target.model_runner.model, draft_width, weigh)
+        worker.model_runner.model.bind(target.model_runner.model, weigh)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
     finally:

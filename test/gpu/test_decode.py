@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
-from sglang_dflash.runtime.verifier import HostCopy
 from sglang_dflash.tiny import DRAFT, TARGET, data
 from test.inprocess import InProcess
 
@@ -46,7 +45,7 @@ def together(run: InProcess, ids: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("ahead", ["off", "on"])
 def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
-    """Steady greedy decode waits for the device once, in `HostCopy`: for what was committed."""
+    """Steady greedy decode waits for the device once: for what was committed."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     with engine(attention_backend=backend, page_size=page) as run:
         for prompt in prompts(4):
@@ -54,8 +53,8 @@ def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
         for _ in range(4):
             run.step()
         step, counted, copies = run.worker.forward_batch_generation, [], []
-        wait = HostCopy.tolist
-        monkeypatch.setattr(HostCopy, "tolist", lambda copy: copies.append(1) or wait(copy))
+        wait = torch.cuda.Event.synchronize
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda e: copies.append(1) or wait(e))
 
         def watched(batch):
             with warnings.catch_warnings(record=True) as caught:
@@ -103,7 +102,7 @@ def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, w
         monkeypatch.setenv(VERIFY_WIDTH, asked)
         with engine(attention_backend=backend) as run:
             if asked == "auto":
-                run.worker.best_widths.choose = lambda block: block.first(next(turns))
+                run.worker.best_widths.to_verify = lambda block, _: block.first(next(turns))
             answers.append(together(run, prompts(6)))
     widths = {16, 5} if width == "5" else {4, 8, 12, 16}
     assert used == {(w, w) for w in widths}

@@ -14,6 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.core.accept import accept
 from sglang_dflash.runtime.draw import TargetDraw
+from sglang_dflash.runtime.state import DFlashBlock
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
@@ -72,14 +73,11 @@ def draw_many(engine: InProcess, mix: list[dict], logits: torch.Tensor, width: i
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
     draw = TargetDraw(Sampler())
     torch.manual_seed(seed)
-    positions = torch.zeros(len(mix), width, dtype=torch.long)
+    zeros = torch.zeros(len(mix), width, dtype=torch.long)
+    block = DFlashBlock(zeros, zeros, zeros)
     rows = logits.repeat(len(mix) * width, 1)
-    return torch.stack(
-        [
-            draw(rows.clone(), batch, positions, torch.zeros_like(positions))
-            for _ in range(DRAWS // width)
-        ]
-    )
+    drawn = [draw(rows.clone(), batch, block.positions, block) for _ in range(DRAWS // width)]
+    return torch.stack(drawn).unflatten(1, zeros.shape)
 
 
 def p_value(drawn: torch.Tensor, expected: torch.Tensor) -> float:

@@ -46,5 +46,8 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, ahead, page):
         engine.step()
         engine.step()
         monkeypatch.undo()
-    host, device = ("state.py", "forward_batch", "__int__"), ("verifier.py", "tolist", "tolist")
+    host, device = (
+        ("state.py", "forward_batch", "__int__"),
+        ("worker.py", "forward_batch_generation", "tolist"),
+    )
     assert seen == [host, device] * 2

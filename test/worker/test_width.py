@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import random
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.width import StepTimes, Survival, best_widths
+from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.cpu.widths import Outlook, best_widths
 from sglang_dflash.errors import Refusal
 from sglang_dflash.flags import DRAFT_AHEAD, verify_widths
 from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
@@ -29,14 +32,19 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page):
     rng = random.Random(4)
     asked = [(prompt(300 + i, 20), {"max_new_tokens": 50, "ignore_eos": True}) for i in range(6)]
     expected = alone(asked)
+
+    def some(block, least):
+        """Any widths, from this on."""
+        return torch.tensor([rng.randint(least, 8) for _ in block.slots])
+
     with InProcess(target, draft, page_size=page) as engine:
         forced = force(engine, lambda _: rng.randint(0, 7))
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
         if width == "any":
-            engine.worker.best_widths.choose = lambda block: block.cut(
-                torch.tensor([rng.randint(2, 8), *(rng.randint(1, 8) for _ in block.slots[1:])])
-            )
+            widths = engine.worker.best_widths
+            widths.to_draft = lambda block, _: block.cut(some(block, 2))
+            widths.to_verify = lambda block, _: block.cut(some(block, 1))
         engine.run(*reqs)
         assert [facts(req) for req in reqs] == expected
         if width.isdecimal():
@@ -58,7 +66,7 @@ def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
         forced = force(engine, lambda _: rng.randint(0, 7))
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
-        engine.worker.best_widths.choose = lambda block: block.cut(
+        engine.worker.best_widths.to_verify = lambda block, _: block.cut(
             torch.tensor([8, *(rng.randint(1, 7) for _ in block.slots[1:])])
         )
         for _ in range(8):
@@ -103,8 +111,9 @@ def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch)
             return predicted
 
         model.vocabulary.predict = garbled
-        choose = engine.worker.best_widths.choose
-        engine.worker.best_widths.choose = lambda block: blocks.append(block) or choose(block)
+        widths = engine.worker.best_widths
+        verify = widths.to_verify
+        widths.to_verify = lambda block, rows: blocks.append(block) or verify(block, rows)
         output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
     assert len(output) == 12
     assert not any(block.probability.any() for block in blocks)
@@ -125,19 +134,23 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
 
         model.vocabulary.predict = recorded
         blocks = []
-        choose = worker.best_widths.choose
-        worker.best_widths.choose = lambda block: blocks.append(block) or choose(block)
+        widths = worker.best_widths
+        verify = widths.to_verify
+        widths.to_verify = lambda block, rows: blocks.append(block) or verify(block, rows)
         engine.generate(prompt(310, 12), max_new_tokens=30, ignore_eos=True)
     for block, best in zip(blocks, seen, strict=True):
-        torch.testing.assert_close(block.probability[0], best.values, atol=2e-6, rtol=0)
-        assert block.token_ids[0, 1:].tolist() == best.indices.tolist()
+        drafted = len(best.values) - 1  # the anchor's row predicts nothing
+        probability = block.probability[0, :drafted]
+        torch.testing.assert_close(probability, best.values[1:], atol=2e-6, rtol=0)
+        assert not block.probability[0, drafted:].any()
+        assert block.token_ids[0, 1 : 1 + drafted].tolist() == best.indices[1:].tolist()
 
 
 @pytest.mark.parametrize(
     ("asked", "on_cpu", "on_cuda"),
     [
-        (None, tuple(range(2, 9)), (8,)),
-        ("auto", tuple(range(2, 9)), (2, 4, 6, 8)),
+        (None, tuple(range(1, 9)), (8,)),
+        ("auto", tuple(range(1, 9)), (2, 4, 6, 8)),
         ("full", (8,), (8,)),
         ("3", (3,), (3,)),
     ],
@@ -168,7 +181,7 @@ def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
     with InProcess(target, draft) as engine:
         runner, ran = engine.worker.model_runner, []
         assert runner.server_args.speculative_num_draft_tokens == 8
-        assert sorted(width for width, _ in made) == list(range(2, 9))
+        assert sorted(width for width, _ in made) == list(range(1, 9))
         forward = runner.forward
 
         def watched(batch, *args, **kwargs):
@@ -178,7 +191,7 @@ def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
 
         runner.forward = watched
         rng = random.Random(5)
-        engine.worker.best_widths.choose = lambda block: block.first(rng.randint(2, 8))
+        engine.worker.best_widths.to_verify = lambda block, _: block.first(rng.randint(1, 8))
         engine.generate(prompt(311, 12), max_new_tokens=60, ignore_eos=True)
     assert len({width for width, _ in ran}) > 3
     assert all(backend is dict(made)[width] for width, backend in ran)
@@ -240,54 +253,94 @@ def test_survival_learns_what_a_probability_means():
     torch.testing.assert_close(survival(said)[0], expected, atol=0.05, rtol=0.2)
 
 
-def test_width_pays():
+@pytest.mark.parametrize("apart", [False, True])
+def test_width_pays(apart):
     """Verify more where drafts survive and where positions cost nothing."""
     sure, doubtful = torch.full((4, 7), 0.9).cumprod(1), torch.full((4, 7), 0.3).cumprod(1)
-    flat, steep = torch.ones(7), torch.arange(2.0, 9.0)
-    for apart in (False, True):
+    flat, steep = torch.ones(8), torch.arange(1.0, 9.0)
 
-        def best(survival, seconds, apart=apart):
-            widths = best_widths(survival, seconds, apart).tolist()
-            assert len(widths) == 4
-            return widths
+    def best(survival, seconds):
+        if apart:
+            return best_widths(survival.numpy(), seconds.numpy()).tolist()
+        return [int(best_width(survival, seconds))] * 4
 
-        assert best(sure, flat) == best(doubtful, flat) == [8] * 4
-        assert min(best(sure, 4 + steep)) > max(best(doubtful, 4 + steep))
+    assert best(sure, flat) == best(doubtful, flat) == [8] * 4
+    assert min(best(sure, 4 + steep)) > max(best(doubtful, 4 + steep))
+    assert best(doubtful, steep**2) == [1] * 4
 
 
 def test_times_between_measured_points():
     measured = {(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}
     times = StepTimes(measured, (2, 3, 4), "cpu")
-    assert times.at(1).tolist() == [1.0, 2.0, 3.0]
-    assert times.at(3).tolist() == times.at(5).tolist() == [5.0, 6.0, 7.0]
+    assert times.at(1).tolist() == [math.inf, 1.0, 2.0, 3.0]
+    assert times.at(3).tolist() == times.at(5).tolist() == [math.inf, 5.0, 6.0, 7.0]
 
 
 def test_only_widths_on_offer_are_chosen():
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8), "cpu").at(1)
-    assert times.isinf().tolist() == [True, True, False, True, True, True, False]
+    assert times.isinf().tolist() == [True, True, True, False, True, True, True, False]
     sure, doubtful = torch.full((1, 7), 0.9).cumprod(1), torch.full((1, 7), 0.1).cumprod(1)
-
-    def best(survival):
-        return best_widths(survival, times, apart=False).tolist()
-
-    assert (best(sure), best(doubtful)) == ([8], [4])
+    assert (best_width(sure, times), best_width(doubtful, times)) == (8, 4)
 
 
-def test_each_request_has_the_width_that_its_drafts_deserve():
+@pytest.mark.parametrize("accepting", [0.0, 0.5])
+def test_each_request_has_the_width_that_its_drafts_deserve(accepting):
     """The best of all widths, by trying them all; the dearer a position, the fewer."""
-    survival = torch.tensor([[0.9, 0.8, 0.7], [0.4, 0.1, 0.0], [0.6, 0.5, 0.1]])
-    totals = []
+    survival = np.array([[0.9, 0.8, 0.7], [0.4, 0.1, 0.0], [0.6, 0.5, 0.1]])
+    accepted, totals = accepting * np.arange(4.0), []
     for price in (0.05, 0.3, 1.0, 3.0):
-        seconds = 2 + price * torch.arange(2.0, 5.0)  # at a mean width of 2, 3, 4
 
-        def pays(widths, seconds=seconds):
-            commits = 3 + sum(row[: w - 1].sum() for row, w in zip(survival, widths, strict=True))
-            slope = seconds[1] - seconds[0]
-            return float(commits / (seconds[0] + (sum(widths) / 3 - 2) * slope))
+        def pays(widths, price=price):
+            gains = sum(row[: w - 1].sum() for row, w in zip(survival, widths, strict=True))
+            return (3 + gains) / (1 + price * (sum(widths) / 3 - 1) + accepting * gains / 3)
 
-        chosen = best_widths(survival, seconds, apart=True).tolist()
-        tried = [w for w in itertools.product(range(1, 5), repeat=3) if w != (1, 1, 1)]
+        chosen = best_widths(survival, 1 + price * np.arange(4.0), accepted).tolist()
+        tried = itertools.product(range(1, 5), repeat=3)
         assert pays(chosen) == pytest.approx(max(map(pays, tried)))
         totals.append(sum(chosen))
     assert totals == sorted(totals, reverse=True)
-    assert totals[0] > totals[-1]
+    assert totals[0] > totals[-1] == 3
+
+
+def test_what_was_not_drafted_is_never_verified():
+    """Even where a verify of more is measured to be faster, as noise can have it."""
+    survival = np.array([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0]])
+    assert best_widths(survival, np.array([4.0, 3.0, 2.0, 1.0])).tolist() == [3, 1]
+
+
+def test_outlook_follows_each_request():
+    """It learns what a request's drafts are worth, forgets with the row, and keeps what it saw."""
+    outlook, rows = Outlook(rows=4, block_size=4), np.array([3, 1])
+    outlook.forget(rows)
+    new = [0.9, 0.81, 0.729]
+    np.testing.assert_allclose(outlook(rows), [new, new], rtol=1e-6)
+    survival = np.array([[0.9, 0.8, 0.8], [0.2, 0.0, 0.0]], dtype=np.float32)
+    drafted = np.array([[True, True, True], [True, False, False]])
+    for _ in range(50):
+        outlook.observe(rows, survival, drafted)
+    good, bad = outlook(rows)
+    assert good.tolist() == pytest.approx([0.9, 0.8, 0.8], abs=0.05)
+    assert bad.tolist() == pytest.approx([0.26, 0.24, 0.21], abs=0.02)  # not seen counts as good
+    outlook.forget(rows[1:])
+    np.testing.assert_allclose(outlook(rows), [good, new], rtol=1e-6)
+
+
+def test_drafts_shrink_where_they_are_not_accepted(target, draft, monkeypatch):
+    """The draft's own forward holds fewer rows of such a request; a new request begins anew."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    with InProcess(target, draft) as engine:
+        runner, held = engine.worker.draft_model_runner, []
+        forward = runner.forward
+
+        def watched(batch, *args, **kwargs):
+            held.append(batch.spec_info.lens)
+            assert sum(held[-1]) == len(batch.input_ids) == len(batch.out_cache_loc)
+            return forward(batch, *args, **kwargs)
+
+        runner.forward = watched
+        times = engine.worker.best_widths._drafting
+        times._seconds[:] = times._seconds[:, -1:] * torch.linspace(0.1, 1.0, 8)
+        for _ in range(2):
+            start = len(held)
+            engine.generate(prompt(340, 20), max_new_tokens=40, ignore_eos=True)
+            assert held[start][0] > held[-1][0] >= 2

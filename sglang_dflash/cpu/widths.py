@@ -1,0 +1,60 @@
+"""A width a request: what its next drafts are worth, and whose drafts come first."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+FADING = 0.8  # of a request's counts a block
+HOPE, HOPED = 0.9, 0.5  # P(a draft survives) of one not seen, and how many such were seen
+
+
+class Outlook:
+    """P(drafts are accepted) before they are drafted, from the survival of a request's last ones.
+
+    By position, given that all before it were accepted: where drafts come in bursts, as in code,
+    one that survived promises more.
+    """
+
+    def __init__(self, rows: int, block_size: int) -> None:
+        """rows: places for requests, as `req_pool_indices` count them."""
+        self._right, self._tried = np.zeros((2, rows, block_size - 1), dtype=np.float32)
+
+    def forget(self, rows: Array) -> None:
+        """New requests are in these rows, [B] int64."""
+        self._right[rows] = self._tried[rows] = 0
+
+    def __call__(self, rows: Array) -> Array:
+        """P(drafts 1..j of the next block will all be accepted), [B, N-1]."""
+        kept = (self._right[rows] + HOPE * HOPED) / (self._tried[rows] + HOPED)
+        return kept.cumprod(axis=1)
+
+    def observe(self, rows: Array, survival: Array, drafted: Array) -> None:
+        """Learn from blocks. survival: [B, N-1] of their drafts; drafted: [B, N-1] bool."""
+        fading = np.where(drafted, FADING, 1)
+        tried = np.where(drafted, np.insert(survival[:, :-1], 0, 1, axis=1), 0)
+        self._tried[rows] = fading * self._tried[rows] + tried
+        self._right[rows] = fading * self._right[rows] + survival
+
+
+def best_widths(survival: Array, taken: Array, accepted: Array | float = 0.0) -> Array:
+    """The width of each request, [B] int64 in 1..N; together they commit most tokens a second.
+
+    survival: [B, N-1], P(drafts 1..j accepted), 0 for what was not drafted. A step commits one
+    token a request and every accepted draft; the likeliest drafts of all requests are taken first.
+    taken: [N], its seconds where 0..N-1 drafts a request are taken on average; accepted: [N],
+    seconds on top of them, by accepted drafts.
+    """
+    batch, drafts = survival.shape
+    order = np.argsort(-survival, axis=None, kind="stable")
+    likely = survival.ravel()[order]
+    gains = np.append(0, likely[likely > 0].cumsum())
+    every = np.arange(drafts + 1)
+    seconds = np.interp(np.arange(len(gains)) / batch, every, taken)
+    seconds = seconds + np.interp(gains / batch, every, accepted + np.zeros(drafts + 1))
+    count = int(((batch + gains) / seconds).argmax())
+    return 1 + np.bincount(order[:count] // drafts, minlength=batch)
