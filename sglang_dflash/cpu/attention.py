@@ -110,7 +110,7 @@ class RealRowsAttention(TorchNativeAttnBackend):
             where = {"swa_loc": self.swa_out_cache_loc} if self.use_sliding_window_kv_pool else {}
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
-        query = q.view(len(q), layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
+        query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
         query = query.flatten(1, 2)[None]  # [1, kv_heads, n * groups, D]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)

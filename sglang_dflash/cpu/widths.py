@@ -36,7 +36,7 @@ class Outlook:
     def observe(self, rows: Array, survival: Array, drafted: Array) -> None:
         """Learn from blocks. survival: [B, N-1] of their drafts; drafted: [B, N-1] bool."""
         fading = np.where(drafted, FADING, 1)
-        tried = np.where(drafted, np.insert(survival[:, :-1], 0, 1, axis=1), 0)
+        tried = drafted * np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1)
         self._tried[rows] = fading * self._tried[rows] + tried
         self._right[rows] = fading * self._right[rows] + survival
 
