@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-FEW = 32  # queries of a request
+FEW = 32  # queries of a request that are attended with all heads of a KV head at once
 
 
 @dataclass(frozen=True)

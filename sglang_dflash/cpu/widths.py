@@ -10,7 +10,8 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 
 FADING = 0.8  # of a request's counts a block
-HOPE, HOPED = 0.9, 0.5  # P(a draft survives) of one not seen, and how many such were seen
+FORGETTING = 0.98  # the same at positions that are not drafted, which are tried again some time
+PRIOR, PRIOR_WEIGHT = 0.9, 0.5  # P(a draft survives) of one not seen, and how many that counts as
 
 
 class Outlook:
@@ -30,12 +31,12 @@ class Outlook:
 
     def __call__(self, rows: Array) -> Array:
         """P(drafts 1..j of the next block will all be accepted), [B, N-1]."""
-        kept = (self._right[rows] + HOPE * HOPED) / (self._tried[rows] + HOPED)
-        return kept.cumprod(axis=1)
+        right, tried = self._right[rows] + PRIOR * PRIOR_WEIGHT, self._tried[rows] + PRIOR_WEIGHT
+        return (right / tried).cumprod(axis=1)
 
     def observe(self, rows: Array, survival: Array, drafted: Array) -> None:
         """Learn from blocks. survival: [B, N-1] of their drafts; drafted: [B, N-1] bool."""
-        fading = np.where(drafted, FADING, 1)
+        fading = np.where(drafted, FADING, FORGETTING)
         tried = drafted * np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1)
         self._tried[rows] = fading * self._tried[rows] + tried
         self._right[rows] = fading * self._right[rows] + survival

@@ -32,7 +32,8 @@ class Drafter:
         """The drafted block of every request; its slots hold the draft's K/V of the masks.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
-        seq_lens_cpu: on the host and at least these. What is not worth its draft stays a mask.
+        seq_lens_cpu: on the host and at least these. What is not worth its draft has a
+        probability of 0.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
         positions = block_positions(seq_lens, self._block_size)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class Verified:
     block: DFlashBlock
-    target_ids: Tensor  # [B, N] int64, the target's draw after each block position
+    target_ids: Tensor  # [B, N] int64, the target's draw after each block position, 0: none
     num_accepted: Tensor  # [B] int64
     bonus: Tensor  # [B] int64
     result: GenerationBatchResult  # of the target's forward, `output` inside

@@ -20,7 +20,7 @@ from sglang_dflash.runtime.state import DFlashBlock
 logger = logging.getLogger(__name__)
 
 MOST_MEASURED = 64  # requests, in the rehearsal of steps
-PROBE = 50  # steps between two that verify the whole block, so that every position is seen again
+PROBE = 50  # steps between two that verify all that was drafted, so that it is seen again
 REPEATS = 3
 
 
@@ -74,25 +74,24 @@ class BestWidths:
         """The part of a block of masks that is worth its draft: at least one of each request."""
         if not self._apart:
             return masked
-        seconds = (times.at(len(rows)).numpy() for times in (self._drafting, self._verifying))
-        widths = best_widths(self._outlook(rows.numpy()), *seconds).clip(min=2)
+        taken, accepted = (t.at(len(rows)).numpy() for t in (self._drafting, self._verifying))
+        widths = best_widths(self._outlook(rows.numpy()), taken, accepted).clip(min=2)
         return masked.cut(torch.from_numpy(widths) - self._block_size + masked.draft_token_num)
 
     def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
         """The part of a drafted block that is worth its verify."""
         assert block.probability is not None
-        survival, drafted, batch = (
-            self._survival(block.probability),
-            block.probability > 0,
-            len(rows),
-        )
-        spent = self._drafting.at(batch).take(drafted.sum() // batch)
-        seconds, probes = spent + self._verifying.at(batch), next(self._steps) % PROBE == 0
+        survival, batch = self._survival(block.probability), len(rows)
+        drafting, verifying = self._drafting.at(batch), self._verifying.at(batch)
+        probes = next(self._steps) % PROBE == 0
         if not self._apart:
-            return block if probes else block.cut(best_width(survival, seconds).expand(batch))
-        self._outlook.observe(rows.numpy(), survival.numpy(), drafted.numpy())
-        best = torch.from_numpy(best_widths(survival.numpy(), seconds.numpy()))
-        return block.cut(1 + drafted.sum(1) if probes else best)
+            width = best_width(survival, drafting[-1] + verifying)
+            return block if probes else block.cut(width.expand(batch))
+        drafted = (block.probability > 0).numpy()
+        self._outlook.observe(rows.numpy(), survival.numpy(), drafted)
+        seconds = verifying + drafting[drafted.sum() // batch]
+        best = best_widths(survival.numpy(), taken=seconds.numpy())
+        return block.cut(torch.from_numpy(1 + drafted.sum(1) if probes else best))
 
     def observe(self, block: DFlashBlock, num_accepted: Tensor) -> None:
         assert block.probability is not None
@@ -106,11 +105,12 @@ def _measured(
 ) -> dict[tuple[int, int], float]:
     """Seconds of a draft or a verify on a grid of batches and widths, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    grid = (widths[0], widths[-1] // 2, widths[-1]) if len(widths) > 4 else widths
+    grid = {1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else widths
     seconds = dict.fromkeys(itertools.product(batches, grid), math.inf)
     for _, (batch, width) in itertools.product(range(REPEATS), seconds):
         started = time.perf_counter()
         rehearse(batch, width, draft)
         seconds[batch, width] = min(seconds[batch, width], time.perf_counter() - started)
+    seconds = get_tp_group().broadcast_object(seconds, src=0)
     logger.info(f"DFLASH: seconds of a {'draft' if draft else 'verify'}: {seconds}")
-    return get_tp_group().broadcast_object(seconds, src=0)
+    return seconds

@@ -162,6 +162,7 @@ class DFlashWorker:
         block = DFlashBlock(slots, block_positions(lens, width), slots)
         forward = block.forward_batch(rows, lens, lens_cpu)
         if draft:
+            forward.capture_hidden_mode = CaptureHiddenMode.NULL  # as in a step, for the graphs
             self.draft_model_runner.forward(forward)
         else:
             self._widths.use(width)

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sglang_dflash.flags import VERIFY_WIDTH
 from test.checkpoints import VOCAB
 from test.forced import Forced
 from test.inprocess import InProcess
@@ -60,3 +62,29 @@ def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     forced = Forced(engine.worker.drafter, accept, vocab_size=VOCAB)
     engine.worker.drafter = forced
     return forced
+
+
+@pytest.fixture
+def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
+    """Makes an engine draft and verify, of each request, any part of its block."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    rng = random.Random(8)
+
+    def some(least: int) -> Callable[[Any, Any], Any]:
+        return lambda block, _: block.cut(
+            torch.tensor([rng.randint(least, block.draft_token_num) for _ in block.slots])
+        )
+
+    def cut(engine: InProcess) -> None:
+        widths = engine.worker.best_widths
+        widths.to_draft, widths.to_verify = some(2), some(1)
+
+    return cut
+
+
+@pytest.fixture(params=["full", "cut"])
+def cuts(request: pytest.FixtureRequest) -> Callable[[InProcess], None]:
+    """Whole blocks, then any parts of them."""
+    if request.param == "full":
+        return lambda _: None
+    return request.getfixturevalue("cut_apart")

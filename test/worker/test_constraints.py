@@ -77,12 +77,13 @@ def single(target) -> dict:
 
 @pytest.mark.parametrize("accepting", ["none", "all", "random"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_all_together_equal_each_alone(target, draft, single, accepting, page):
+def test_all_together_equal_each_alone(target, draft, single, accepting, page, cuts):
     """A1, A2, A10: penalties, bias, minimum length and logprobs, all in one batch."""
     rng = random.Random(9)
     count = {"none": lambda _: 0, "all": lambda _: 7, "random": lambda _: rng.randint(0, 7)}
     with InProcess(target, draft, page_size=page, max_running_requests=16) as engine:
         forced = force(engine, count[accepting])
+        cuts(engine)
         reqs = {}
         for i, (name, options) in enumerate(REQUESTS.items()):
             req = reqs[name] = engine.add(prompt(200 + i, 15), **options)
@@ -195,7 +196,7 @@ SEEDED = [
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])
-def test_a_seed_decides_alone(target, draft, width):
+def test_a_seed_decides_alone(target, draft, width, cuts):
     """A3: a seeded request gives the tokens it gives alone without speculation, in any company."""
     asked = [(prompt(260 + i, 10 + i), N | options) for i, options in enumerate(SEEDED)]
     flags = {"enable_deterministic_inference": True}
@@ -204,6 +205,7 @@ def test_a_seed_decides_alone(target, draft, width):
     rng = random.Random(5)
     with InProcess(target, draft, speculative_num_draft_tokens=width, **flags) as engine:
         forced = force(engine, lambda _: rng.randint(0, 7))
+        cuts(engine)
         reqs = []
         for (ids, options), truth in zip(asked, expected, strict=True):
             req = engine.add(ids, **options)
@@ -238,7 +240,7 @@ def test_token_ids_logprob_beside_other_logprobs(target, draft, with_first):
         assert all(len(r.logprob.output_token_logprobs_val) == 40 for r in reqs)
 
 
-def test_hidden_states(target, draft, alone):
+def test_hidden_states(target, draft, alone, cuts):
     """return_hidden_states: the last layer's state of every token, as without speculation."""
     ids = prompt(280, 14)
     options = {"max_new_tokens": 20, "ignore_eos": True, "return_hidden_states": True}
@@ -250,6 +252,7 @@ def test_hidden_states(target, draft, alone):
     for accept in (0, 7):
         with InProcess(target, draft, **flags) as engine:
             forced = force(engine, lambda _, accept=accept: accept)
+            cuts(engine)
             others = [engine.add(prompt(281 + i, 9), max_new_tokens=1) for i in range(2)]
             req = engine.add(ids, **options)
             forced.truth[req.rid] = truth
@@ -264,7 +267,7 @@ class Raise(CustomLogitProcessor):
         raise RuntimeError("no such thing")
 
 
-def test_custom_processors_in_company(target, draft):
+def test_custom_processors_in_company(target, draft, cuts):
     """Requests of one processor with unlike parameters go together; one that raises ends alone."""
     flags = {"enable_custom_logit_processor": True, "max_running_requests": 8}
     bans = [{"token_ids": [token]} for token in (5, 121)]
@@ -277,6 +280,7 @@ def test_custom_processors_in_company(target, draft):
     with InProcess(target, disable_radix_cache=True, **flags) as engine:
         expected = [engine.generate(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
     with InProcess(target, draft, **flags) as engine:
+        cuts(engine)
         reqs = [engine.add(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
         broken = engine.add(ids[2], **N, custom_logit_processor=Raise.to_str())
         engine.run(*reqs, broken)

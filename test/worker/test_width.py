@@ -20,6 +20,7 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.flags import DRAFT_AHEAD, verify_widths
 from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
+from sglang_dflash.runtime.state import DFlashBlock
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
 from test.worker.test_draft import draft_kv
@@ -27,24 +28,18 @@ from test.worker.test_draft import draft_kv
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("width", ["2", "5", "auto", "any"])
-def test_equals_target(target, draft, alone, monkeypatch, width, page):
+def test_equals_target(target, draft, alone, monkeypatch, width, page, cut_apart):
     monkeypatch.setenv(VARIABLE, "auto" if width == "any" else width)
     rng = random.Random(4)
     asked = [(prompt(300 + i, 20), {"max_new_tokens": 50, "ignore_eos": True}) for i in range(6)]
     expected = alone(asked)
-
-    def some(block, least):
-        """Any widths, from this on."""
-        return torch.tensor([rng.randint(least, 8) for _ in block.slots])
 
     with InProcess(target, draft, page_size=page) as engine:
         forced = force(engine, lambda _: rng.randint(0, 7))
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
         if width == "any":
-            widths = engine.worker.best_widths
-            widths.to_draft = lambda block, _: block.cut(some(block, 2))
-            widths.to_verify = lambda block, _: block.cut(some(block, 1))
+            cut_apart(engine)
         engine.run(*reqs)
         assert [facts(req) for req in reqs] == expected
         if width.isdecimal():
@@ -117,6 +112,22 @@ def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch)
         output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
     assert len(output) == 12
     assert not any(block.probability.any() for block in blocks)
+
+
+def test_one_width_for_all_where_a_probability_is_no_number(target, draft, monkeypatch):
+    """Where widths are not apart, as on CUDA, one on offer is chosen all the same."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    with InProcess(target, draft) as engine:
+        widths = engine.worker.best_widths
+        times = {(1, width): 1.0 + width for width in (2, 4, 8)}
+        widths._apart, widths._verifying = False, StepTimes(times, (2, 4, 8), "cpu")
+        widths._drafting = StepTimes({(1, 8): 1.0}, (8,), "cpu")
+        rows, zeros = torch.tensor([0]), torch.zeros(1, 8, dtype=torch.int64)
+        block = DFlashBlock(
+            zeros, zeros, zeros, torch.tensor([[0.9, 0.9, 0.9, 0.0, 0.9, 0.9, 0.9]])
+        )
+        chosen = [widths.to_verify(block, rows).draft_token_num for _ in range(2)]
+    assert chosen == [8, 4]  # the first probes
 
 
 def test_the_drafts_own_probability(target, draft, monkeypatch):
@@ -321,6 +332,11 @@ def test_outlook_follows_each_request():
     good, bad = outlook(rows)
     assert good.tolist() == pytest.approx([0.9, 0.8, 0.8], abs=0.05)
     assert bad.tolist() == pytest.approx([0.26, 0.24, 0.21], abs=0.02)  # not seen counts as good
+    for _ in range(200):  # drafted again some time, though a bad stretch had ended its drafts
+        outlook.observe(rows, survival * [[1, 0, 0]], np.array([[True, False, False]] * 2))
+    np.testing.assert_allclose(outlook(rows)[0], [0.9, 0.81, 0.729], rtol=0.02)
+    outlook.observe(rows, survival, drafted)
+    good = outlook(rows)[0]
     outlook.forget(rows[1:])
     np.testing.assert_allclose(outlook(rows), [good, new], rtol=1e-6)
 
