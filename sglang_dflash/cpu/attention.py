@@ -133,10 +133,11 @@ def _attend(
     """query: [1, kv_heads, q * groups, D]; key, value: [1, kv_heads, kv, D] -> as query.
 
     The queries that share a KV head are rows of one product, which is a third faster for a few
-    tokens. For many the kernel does better with a head at a time, and without a mask if it can.
+    tokens. One token gains nothing by it, and for many the kernel does better with a head at a
+    time, and without a mask if it can.
     """
     q, kv, groups = segment.queries, key.shape[2], query.shape[2] // segment.queries
-    if q <= FEW:
+    if 1 < q <= FEW:
         mask = segment.mask(view, groups)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     square = view.causal and view.left is None and view.anchored is None and q == kv
