@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 
+@wrap_torch_function(lambda logits: (logits,))  # one call to `cpu.graphs`
 def argmax(logits: Tensor) -> Tensor:
     """Column of each row's largest logit, the lowest on a tie. [n, V] -> [n] int64.
 

@@ -15,6 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import wrap_torch_function
 
 FEW = 32  # queries of a request that are attended with all heads of a KV head at once
 
@@ -45,18 +46,24 @@ class Segment:
 
     rows: slice  # of the flat queries
     slots: Tensor  # [kv] int64
-    masks: dict[tuple[View, int], Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[View, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     @property
     def queries(self) -> int:
         return self.rows.stop - self.rows.start
 
-    def mask(self, view: View, times: int) -> Tensor | None:
-        """[q * times, kv] bool, every query's row so many times; None: all see all."""
-        key = view, times
+    def mask(self, view: View, times: int, dtype: torch.dtype) -> Tensor | None:
+        """[q * times, kv], 0 or -inf, every query's row so many times; None: all see all.
+
+        The kernel would make this of a mask of bools, in every layer.
+        """
+        key = view, times, dtype
         if key not in self.masks:
-            seen = self._seen(view)
-            self.masks[key] = None if seen is None else seen.repeat_interleave(times, dim=0)
+            seen, mask = self._seen(view), None
+            if seen is not None:
+                mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+                mask = mask.repeat_interleave(times, dim=0)
+            self.masks[key] = mask
         return self.masks[key]
 
     def _seen(self, view: View) -> Tensor | None:
@@ -94,6 +101,7 @@ class RealRowsAttention(TorchNativeAttnBackend):
             self._segments.append(Segment(slice(start, start + q), table[row, :kv].long()))
             start += q
 
+    @wrap_torch_function(lambda _, q, *args, **kwargs: (q,))  # one call to `cpu.graphs`
     def forward_extend(
         self,
         q: Tensor,
@@ -138,14 +146,14 @@ def _attend(
     """
     q, kv, groups = segment.queries, key.shape[2], query.shape[2] // segment.queries
     if 1 < q <= FEW:
-        mask = segment.mask(view, groups)
+        mask = segment.mask(view, groups, query.dtype)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     square = view.causal and view.left is None and view.anchored is None and q == kv
     attended = scaled_dot_product_attention(
         query.unflatten(2, (q, groups)).transpose(2, 3).flatten(1, 2),
         key,
         value,
-        attn_mask=None if square else segment.mask(view, 1),
+        attn_mask=None if square else segment.mask(view, 1, query.dtype),
         is_causal=square,
         scale=scale,
         enable_gqa=groups > 1,

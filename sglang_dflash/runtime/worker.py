@@ -20,6 +20,7 @@ from sglang.srt.server_args import (
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import longest
+from sglang_dflash.cpu.graphs import use_graphs
 from sglang_dflash.flags import draft_ahead, reserved_tokens, verify_widths
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer, append_prompt_states
@@ -56,28 +57,27 @@ class DFlashWorker:
             window = DraftWindow(rows, size, block_size, server_args.page_size)
         draft_rows = window.rows if window else rows
         self.draft_worker = _draft_worker(server_args, target_worker, draft_rows, **place)
-        self.draft_model_runner = self.draft_worker.model_runner
-        model = self.draft_model_runner.model
+        self.draft_model_runner = runner = self.draft_worker.model_runner
         reserved = reserved_tokens(server_args)
         self.slots = Slots(rows, allocator, reserved)
         self._draw = TargetDraw(self.model_runner.sampler)
         widths = verify_widths(server_args)
         self._widths = Widths(self.model_runner, widths)
         self.verifier = Verifier(target_worker, self._draw, self._widths)
-        self.context_kv = ContextKV(model, self.draft_model_runner.token_to_kv_pool)
+        self.context_kv = ContextKV(runner.model, runner.token_to_kv_pool)
         counted = server_args.enable_metrics and place["tp_rank"] == 0
         counters = StepCounters(block_size) if counted else None
         self.committer = Committer(block_size, widths != (block_size,), counters)
+        use_graphs(self.model_runner, runner)
         self._block_size, self._width = block_size, widths[-1]
         self._drafts_ahead = draft_ahead()
-        self.best_widths = None
-        if len(widths) > 1:
-            self.best_widths = BestWidths(self._rehearse, widths, self.model_runner)
-        self.drafter = Drafter(self.draft_model_runner, self.slots, window, self.best_widths)
+        auto = len(widths) > 1
+        self.best_widths = BestWidths(self._rehearse, widths, self.model_runner) if auto else None
+        self.drafter = Drafter(runner, self.slots, window, self.best_widths)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
-            draft, own = model.dflash, self.draft_model_runner.server_args.attention_backend
+            draft, own = runner.model.dflash, runner.server_args.attention_backend
             logger.info(
                 f"sglang-dflash {__version__}: draft={server_args.speculative_draft_model_path} "
                 f"format={draft.format} block_size={block_size} layers={draft.num_layers} "
@@ -179,6 +179,7 @@ class DFlashWorker:
         """The request names the target's new weights; the draft keeps its own."""
         self._widths.use(self._block_size)  # the one whose graphs SGLang captures anew, if asked to
         done = self.target_worker.update_weights_from_disk(recv_req)
+        use_graphs(self.model_runner, self.draft_model_runner)
         if recv_req.recapture_cuda_graph:
             self._widths.make()
         return done
@@ -229,5 +230,4 @@ def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
     room = longest(target.max_total_num_tokens, reserved, target.server_args.page_size)
     if room < target.max_req_len:
         logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
-        target.max_req_len = room
-        target.max_req_input_len = room - 5
+        target.max_req_len, target.max_req_input_len = room, room - 5

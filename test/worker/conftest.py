@@ -64,6 +64,12 @@ def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     return forced
 
 
+def without_graphs(engine: InProcess) -> None:
+    """Run every forward in its modules, so that what a test puts into them is called."""
+    for runner in (engine.worker.model_runner, engine.worker.draft_model_runner):
+        runner.piecewise_cuda_graph_runner = None
+
+
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
     """Makes an engine draft and verify, of each request, any part of its block."""

@@ -22,7 +22,7 @@ from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
 from sglang_dflash.runtime.state import DFlashBlock
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import facts, force, prompt, without_graphs
 from test.worker.test_draft import draft_kv
 
 
@@ -96,6 +96,7 @@ def test_survival_learns_from_unequal_widths():
 def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch):
     monkeypatch.setenv(VARIABLE, "auto")
     with InProcess(target, draft) as engine:
+        without_graphs(engine)
         model, blocks = engine.worker.draft_model_runner.model, []
         predict = model.vocabulary.predict
         lost = torch.tensor(float("nan")).long()
@@ -134,6 +135,7 @@ def test_the_drafts_own_probability(target, draft, monkeypatch):
     """What `auto` learns from: the softmax of the logits whose argmax is the draft."""
     monkeypatch.setenv(VARIABLE, "auto")
     with InProcess(target, draft) as engine:
+        without_graphs(engine)
         worker = engine.worker
         model, seen = worker.draft_model_runner.model, []
         predict = model.vocabulary.predict

@@ -1,0 +1,213 @@
+"""Forwards of few tokens, captured once and replayed: on a CPU what CUDA graphs are on a GPU.
+
+A small forward spends a fifth of its time between its operations, in the Python of its modules. The
+first forward of a number of tokens is run and listed, one call of torch after the other; those
+behind it run the list, written out as one function: the same calls on the same weights in the same
+order, so the same bits. What speaks the torch function protocol is one call: attention, which plans
+for each batch, and the argmax.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 64  # of a captured forward: the more there are, the less the Python counts
+GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that a forward reads
+# Calls that give no tensor and whose answer follows from shapes; any other one reads values.
+OF_SHAPE = {
+    "__get__",
+    "__len__",
+    "dim",
+    "get_device",
+    "is_contiguous",
+    "is_floating_point",
+    "numel",
+}
+OF_SHAPE |= {"size", "stride", "_set_grad_enabled"}
+SAME = ("contiguous", "float", "to")  # their argument itself, where there is nothing to do
+
+Graph: TypeAlias = Callable[..., dict[str, Tensor | None]]
+
+
+class NotCapturable(Exception):
+    """Why a replay could differ from the forward."""
+
+
+class Unknown:
+    """In place of what a batch tells the host: a forward that looks at it cannot be captured."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise NotCapturable("more of the batch than the number of its tokens decides it")
+
+    __bool__ = __eq__ = __getattr__ = _refuse
+
+
+class Capture(TorchFunctionMode):
+    """Lists the calls of torch in a forward."""
+
+    def __init__(self, given: dict[str, object], weights: list[Tensor]) -> None:
+        """given: what a replay is handed anew, by name; weights: what is the same in all."""
+        super().__init__()
+        self._given, self._weights = tuple(given), {id(weight) for weight in weights}
+        self._names = {id(value): name for name, value in given.items()}
+        self._kept: list[object] = list(given.values())  # so that no id comes twice
+        self._constants: list[object] = []
+        self._calls: list[tuple[str, set[str], list[str]]] = []  # source, what it reads and makes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if name in SAME and result is args[0]:
+            return result
+        several = isinstance(result, (list, tuple))
+        tensors = list(result) if several else [result]
+        if name == "__setitem__":
+            tensors = []
+        elif not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            if name in OF_SHAPE:
+                return result
+            raise NotCapturable(f"`{name}` reads values on the host")
+        reads: set[str] = set()
+        given = [self._source(value, reads) for value in args]
+        given += [f"{key}={self._source(value, reads)}" for key, value in (kwargs or {}).items()]
+        source = f"{self._constant(func)}({', '.join(given)})"
+        made = [self._name(tensor) for tensor in tensors]
+        if made:
+            source = f"{', '.join(made)}{',' * several} = {source}"
+        self._calls.append((source, reads, made))
+        return result
+
+    def _name(self, result: Tensor) -> str:
+        self._names[id(result)] = name = f"v{len(self._kept)}"
+        self._kept.append(result)
+        return name
+
+    def _source(self, value: Any, reads: set[str]) -> str:
+        """How the function spells an argument; the names in it are added to `reads`."""
+        if (name := self._names.get(id(value))) is not None:
+            reads.add(name)
+            return name
+        if isinstance(value, Tensor) and id(value) not in self._weights:
+            raise NotCapturable("it reads a tensor of neither the batch nor the model")
+        if isinstance(value, (list, tuple)):
+            inner = "".join(f"{self._source(each, reads)}, " for each in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self._source(part, reads) for part in parts)})"
+        return self._constant(value)
+
+    def _constant(self, value: object) -> str:
+        self._constants.append(value)
+        return f"c{len(self._constants) - 1}"
+
+    def graph(self, output: LogitsProcessorOutput) -> Graph:
+        """The function: what is given, by name, to the fields of the output."""
+        used: set[str] = set()
+        fields = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
+        lines = [f"return {{{', '.join(fields)}}}"]
+        for source, reads, made in reversed(self._calls):
+            if dead := ({*reads, *made} - used).difference(self._given):  # later calls need none
+                lines.append(f"del {', '.join(sorted(dead))}")
+            lines.append(source)
+            used |= reads
+        body = "\n ".join(reversed(lines))
+        scope: dict[str, Any] = {f"c{i}": value for i, value in enumerate(self._constants)}
+        exec(_compiled(f"def graph({', '.join(self._given)}):\n {body}"), scope)
+        graph: Graph = scope["graph"]
+        return graph
+
+
+@cache  # forwards of different numbers of tokens differ in constants alone
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<CPU graph>", "exec")
+
+
+class CpuGraphs:
+    """Takes the place of SGLang's piecewise CUDA graph runner, for drafts and verifies."""
+
+    def __init__(self, runner: ModelRunner, *shared: Any) -> None:
+        """shared: other models whose weights the runner's forward reads."""
+        self._runner, self._models = runner, (runner.model, *shared)
+        self._graphs: dict[Any, Graph] = {}
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
+        self._works = not hooked and not hasattr(runner.model, "prepare_forward_batch")
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        few = len(batch.input_ids) <= MOST_TOKENS
+        return self._works and few and bool(batch.forward_mode.is_target_verify())
+
+    def replay(self, batch: ForwardBatch, **others: object) -> LogitsProcessorOutput:
+        """A forward of the batch, captured if it is the first of its kind; others: None each."""
+        if batch.needs_forward_metadata_init():
+            self._runner.attn_backend.init_forward_metadata(batch)
+        flags = [value for value in vars(batch).values() if _is_flag(value)]
+        if (graph := self._graphs.get(kind := (len(batch.input_ids), *flags))) is not None:
+            return LogitsProcessorOutput(**graph(**self._given(batch)))
+        try:
+            self._graphs[kind], output = self._capture(batch, others)
+        except (NotCapturable, TypeError) as error:  # torch refuses an Unknown by TypeError
+            self._works = False
+            name = type(self._runner.model).__name__
+            logger.info(f"DFLASH: no CPU graphs for {name}: {error}. Its forwards run as they are.")
+            output = self._forward(batch, others)
+        return output
+
+    def _capture(self, batch: ForwardBatch, others: Any) -> tuple[Graph, LogitsProcessorOutput]:
+        shown = copy.copy(batch)
+        for name, value in vars(batch).items():
+            if not _is_flag(value) and not isinstance(value, Tensor):
+                setattr(shown, name, Unknown())
+        weights = [t for model in self._models for t in (*model.parameters(), *model.buffers())]
+        with Capture(self._given(shown), weights) as capture:
+            output = self._forward(shown, others)
+        graph = capture.graph(output)
+        for name, again in graph(**self._given(batch)).items():
+            if again is not None and not _equal(again, getattr(output, name)):
+                raise NotCapturable(f"its replay gave other {name}")
+        return graph, output
+
+    def _given(self, batch: ForwardBatch) -> dict[str, object]:
+        given = {"batch": batch, "backend": self._runner.attn_backend}
+        tensors = {name: getattr(batch, name) for name in GIVEN}
+        return given | {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def _forward(self, batch: ForwardBatch, others: dict[str, Any]) -> LogitsProcessorOutput:
+        output = self._runner.model.forward(batch.input_ids, batch.positions, batch, **others)
+        assert isinstance(output, LogitsProcessorOutput)
+        return output
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, (bool, Enum))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit but for the kind of NaN."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def use_graphs(target: ModelRunner, draft: ModelRunner) -> None:
+    """Capture small forwards of both from now on, where one process runs them on a CPU.
+
+    Ranks exchange what they computed by calls that are none of torch's functions.
+    """
+    if target.device == "cpu" and target.tp_size == 1:
+        target.piecewise_cuda_graph_runner = CpuGraphs(target)
+        draft.piecewise_cuda_graph_runner = CpuGraphs(draft, target.model)

@@ -1,0 +1,173 @@
+"""Captured forwards on a CPU: the same bits as the modules', or none are captured."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+from sglang_dflash.core.block import block_positions
+from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, use_graphs
+from sglang_dflash.runtime.state import DFlashBlock
+from test.checkpoints import VOCAB
+from test.inprocess import InProcess
+from test.worker.conftest import without_graphs
+
+
+@pytest.fixture(scope="module")
+def engine(target, draft):
+    with InProcess(target, draft) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["target", "draft"])
+def runner(engine, request):
+    """The model runner of either, whose modules a test may change."""
+    worker = engine.worker
+    runner = worker.model_runner if request.param == "target" else worker.draft_model_runner
+    forward = runner.model.forward
+    use_graphs(worker.model_runner, worker.draft_model_runner)
+    yield runner
+    runner.model.forward = forward
+    without_graphs(engine)
+
+
+def random_batch(runner, widths: list[int], seed: int):
+    """A block of random tokens a request, behind contexts of any length and place."""
+    rng, most = random.Random(seed), max(widths)
+    lens_cpu = torch.tensor([rng.randrange(1, 40) for _ in widths])
+    places = rng.sample(range(1, 4000), 64 * len(widths))
+    rows = torch.tensor(places, dtype=torch.int32).view(len(widths), 64)
+    runner.req_to_token_pool.req_to_token[: len(widths), :64] = rows
+    tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(most)] for _ in widths])
+    positions = block_positions(lens_cpu, most)
+    slots = torch.stack(
+        [row[n : n + most] for row, n in zip(rows.long(), lens_cpu.tolist(), strict=True)]
+    )
+    block = DFlashBlock(tokens, positions, slots).cut(torch.tensor(widths))
+    if runner.is_draft_worker:
+        block.capture_hidden_mode = CaptureHiddenMode.NULL
+    return block.forward_batch(torch.arange(len(widths)), lens_cpu.clone(), lens_cpu)
+
+
+@torch.inference_mode()
+def outputs(runner, batch, graphs) -> dict[str, torch.Tensor]:
+    runner.piecewise_cuda_graph_runner = graphs
+    found = vars(runner.forward(batch).logits_output)
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same(runner, graphs, widths, seed) -> None:
+    batch = random_batch(runner, widths, seed)
+    expected = outputs(runner, batch, None)
+    found = outputs(runner, batch, graphs)
+    assert "hidden_states" in expected
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_the_same_bits(runner):
+    """By whole blocks and cut ones, of any number of requests, each kind captured once."""
+    graphs = runner.piecewise_cuda_graph_runner
+    kinds = [[1], [8], [3], [1, 2], [4, 4], [8, 1, 3], [2, 2, 2, 2]]
+    for seed, widths in enumerate(kinds * 3):
+        assert_same(runner, graphs, widths, seed)
+    assert len(graphs._graphs) == len({sum(widths) for widths in kinds})
+
+
+def test_many_tokens_run_in_modules(runner):
+    graphs = runner.piecewise_cuda_graph_runner
+    batch = random_batch(runner, [8] * (MOST_TOKENS // 8) + [1], 0)
+    assert not graphs.can_run(batch)
+    batch = random_batch(runner, [8] * (MOST_TOKENS // 8), 0)
+    assert graphs.can_run(batch)
+
+
+def test_only_blocks_are_captured(engine, runner):
+    graphs = runner.piecewise_cuda_graph_runner
+    before = dict(graphs._graphs)
+    engine.generate(list(range(5, 25)), max_new_tokens=1)  # a prefill, and nothing else
+    assert graphs._graphs == before
+
+
+@torch.jit.script
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("adds", "reason"),
+    [
+        (lambda hidden, batch: float(hidden.sum()) * 0, "reads values on the host"),
+        (lambda hidden, batch: len(hidden.tolist()) * 0, "`tolist` reads values on the host"),
+        (lambda hidden, batch: 1 if batch.batch_size == 1 else 0, "number of its tokens"),
+        (lambda hidden, batch: batch.spec_info.draft_token_num, "number of its tokens"),
+        (lambda hidden, batch: batch.seq_lens_sum + 1, "unsupported operand"),
+        (lambda hidden, batch: torch.full((), batch.batch_size), "full"),
+        (lambda hidden, batch: batch.seq_lens.sum(), "neither the batch nor the model"),
+        (lambda hidden, batch: ELSEWHERE, "neither the batch nor the model"),
+        (lambda hidden, batch: unseen(hidden) * 0, "its replay gave other"),
+    ],
+)
+def test_what_a_replay_could_not_repeat_is_not_captured(runner, caplog, adds, reason):
+    """The forward runs in its modules, and one line says why."""
+    caplog.set_level(logging.INFO, logger="sglang_dflash")
+    forward = runner.model.forward
+
+    def changed(input_ids, positions, batch, **others):
+        output = forward(input_ids, positions, batch, **others)
+        output.hidden_states = output.hidden_states + adds(output.hidden_states, batch)
+        return output
+
+    runner.model.forward = changed
+    graphs = runner.piecewise_cuda_graph_runner
+    for seed in range(3):
+        assert_same(runner, graphs, [4], seed)
+    assert not graphs._graphs
+    assert not graphs.can_run(random_batch(runner, [4], 9))
+    (said,) = [text for text in caplog.messages if "CPU graphs" in text]
+    assert reason in said
+
+
+ELSEWHERE = torch.ones(())
+
+
+def test_a_hooked_model_is_not_captured(runner):
+    hook = next(runner.model.children()).register_forward_hook(lambda *_: None)
+    try:
+        assert not CpuGraphs(runner).can_run(random_batch(runner, [4], 0))
+    finally:
+        hook.remove()
+
+
+def test_a_failing_forward_fails_as_it_does(runner):
+    """An error is the forward's own, not one of its capture."""
+
+    def fails(*_, **__):
+        raise RuntimeError("of the model")
+
+    runner.model.forward = fails
+    with pytest.raises(RuntimeError, match="of the model"):
+        outputs(runner, random_batch(runner, [4], 0), runner.piecewise_cuda_graph_runner)
+
+
+def test_new_weights_are_captured_anew(engine, runner):
+    """Weights written in place are read by the graphs there are; new tensors by new graphs."""
+    worker = engine.worker
+    graphs = runner.piecewise_cuda_graph_runner
+    assert_same(runner, graphs, [4], 0)
+    norm = runner.model.norm if runner.is_draft_worker else runner.model.model.norm
+    old = norm.weight
+    with torch.no_grad():
+        old.mul_(1.5)
+    assert_same(runner, graphs, [4], 1)
+    norm.weight = torch.nn.Parameter(old * 1.5, requires_grad=False)
+    use_graphs(worker.model_runner, worker.draft_model_runner)  # as after `update_weights`
+    assert_same(runner, runner.piecewise_cuda_graph_runner, [4], 2)
+    with torch.no_grad():
+        old.div_(1.5)
+    norm.weight = old
