@@ -21,7 +21,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
@@ -29,17 +29,12 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 64  # of a captured forward: the more there are, the less the Python counts
 GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that a forward reads
 # Calls that give no tensor and whose answer follows from shapes; any other one reads values.
-OF_SHAPE = {
-    "__get__",
-    "__len__",
-    "dim",
-    "get_device",
-    "is_contiguous",
-    "is_floating_point",
-    "numel",
-}
-OF_SHAPE |= {"size", "stride", "_set_grad_enabled"}
+OF_SHAPE = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
+OF_SHAPE |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
 SAME = ("contiguous", "float", "to")  # their argument itself, where there is nothing to do
+# Arguments that are the same in every forward of a kind; weights and layers keep their identity.
+PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
+SETTLED = (*PLAIN, type(None), type(...), nn.Module, Tensor)
 
 Graph: TypeAlias = Callable[..., dict[str, Tensor | None]]
 
@@ -111,14 +106,16 @@ class Capture(TorchFunctionMode):
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(self._source(part, reads) for part in parts)})"
+        if not isinstance(value, SETTLED):
+            raise NotCapturable(f"a {type(value).__name__} of it may be another in the next batch")
         return self._constant(value)
 
     def _constant(self, value: object) -> str:
         self._constants.append(value)
         return f"c{len(self._constants) - 1}"
 
-    def graph(self, output: LogitsProcessorOutput) -> Graph:
-        """The function: what is given, by name, to the fields of the output."""
+    def graph(self, output: LogitsProcessorOutput) -> tuple[str, Graph]:
+        """Source and function: what is given, by name, to the fields of the output."""
         used: set[str] = set()
         fields = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
         lines = [f"return {{{', '.join(fields)}}}"]
@@ -129,9 +126,9 @@ class Capture(TorchFunctionMode):
             used |= reads
         body = "\n ".join(reversed(lines))
         scope: dict[str, Any] = {f"c{i}": value for i, value in enumerate(self._constants)}
-        exec(_compiled(f"def graph({', '.join(self._given)}):\n {body}"), scope)
-        graph: Graph = scope["graph"]
-        return graph
+        source = f"def graph({', '.join(self._given)}):\n {body}"
+        exec(_compiled(source), scope)
+        return source, scope["graph"]
 
 
 @cache  # forwards of different numbers of tokens differ in constants alone
@@ -144,8 +141,12 @@ class CpuGraphs:
 
     def __init__(self, runner: ModelRunner, *shared: Any) -> None:
         """shared: other models whose weights the runner's forward reads."""
-        self._runner, self._models = runner, (runner.model, *shared)
+        self._runner = runner
+        self._weights = [
+            t for m in (runner.model, *shared) for t in (*m.parameters(), *m.buffers())
+        ]
         self._graphs: dict[Any, Graph] = {}
+        self._repeated: set[str] = set()  # sources whose replay was seen to give the same
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
         self._works = not hooked and not hasattr(runner.model, "prepare_forward_batch")
 
@@ -157,7 +158,7 @@ class CpuGraphs:
         """A forward of the batch, captured if it is the first of its kind; others: None each."""
         if batch.needs_forward_metadata_init():
             self._runner.attn_backend.init_forward_metadata(batch)
-        flags = [value for value in vars(batch).values() if _is_flag(value)]
+        flags = [value if _is_flag(value) else ... for value in vars(batch).values()]
         if (graph := self._graphs.get(kind := (len(batch.input_ids), *flags))) is not None:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
@@ -174,13 +175,14 @@ class CpuGraphs:
         for name, value in vars(batch).items():
             if not _is_flag(value) and not isinstance(value, Tensor):
                 setattr(shown, name, Unknown())
-        weights = [t for model in self._models for t in (*model.parameters(), *model.buffers())]
-        with Capture(self._given(shown), weights) as capture:
+        with Capture(self._given(shown), self._weights) as capture:
             output = self._forward(shown, others)
-        graph = capture.graph(output)
-        for name, again in graph(**self._given(batch)).items():
-            if again is not None and not _equal(again, getattr(output, name)):
-                raise NotCapturable(f"its replay gave other {name}")
+        source, graph = capture.graph(output)
+        if source not in self._repeated:
+            for name, again in graph(**self._given(batch)).items():
+                if again is not None and not _equal(again, getattr(output, name)):
+                    raise NotCapturable(f"its replay gave other {name}")
+            self._repeated.add(source)
         return graph, output
 
     def _given(self, batch: ForwardBatch) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 
@@ -134,6 +135,19 @@ def test_what_a_replay_could_not_repeat_is_not_captured(runner, caplog, adds, re
 
 
 ELSEWHERE = torch.ones(())
+
+
+def test_a_batch_in_disguise_is_not_captured(engine, runner, caplog):
+    """A copy of the batch that the model makes for itself would be of the captured one for ever."""
+    caplog.set_level(logging.INFO, logger="sglang_dflash")
+    forward = runner.model.forward
+    runner.model.forward = lambda ids, positions, batch, **others: forward(
+        ids, positions, copy.copy(batch), **others
+    )
+    for seed in range(3):
+        assert_same(runner, runner.piecewise_cuda_graph_runner, [4], seed)
+    (said,) = [text for text in caplog.messages if "CPU graphs" in text]
+    assert "ForwardBatch" in said
 
 
 def test_a_hooked_model_is_not_captured(runner):
