@@ -104,6 +104,30 @@ DFLASH_HOOKS = (
         "slots are kept between steps, so a step needs fewer than a block",
     ),
     Hook(
+        "model_executor.model_runner.ModelRunner.update_weights_from_disk",
+        "AFTER",
+        "cpu.graphs:forget",
+        "CPU graphs hold the tensors that were the weights",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.update_weights_from_tensor",
+        "AFTER",
+        "cpu.graphs:forget",
+        "CPU graphs hold the tensors that were the weights",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.update_weights_from_distributed",
+        "AFTER",
+        "cpu.graphs:forget",
+        "CPU graphs hold the tensors that were the weights",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.update_weights_from_ipc",
+        "AFTER",
+        "cpu.graphs:forget",
+        "CPU graphs hold the tensors that were the weights",
+    ),
+    Hook(
         "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "AFTER",
         "hooks:cell_size",

@@ -4,7 +4,7 @@ A small forward spends a fifth of its time between its operations, in the Python
 first forward of a number of tokens is run and listed, one call of torch after the other; those
 behind it run the list, written out as one function: the same calls on the same weights in the same
 order, so the same bits. What speaks the torch function protocol is one call: attention, which plans
-for each batch, and the argmax.
+for each batch, and the argmax. What torch does not see, a first replay shows by another output.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from enum import Enum
 from functools import cache
 from types import CodeType
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -31,6 +33,8 @@ GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that
 # Calls that give no tensor and whose answer follows from shapes; any other one reads values.
 OF_SHAPE = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
 OF_SHAPE |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
+# Calls whose result has a shape that follows from values.
+OF_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
 SAME = ("contiguous", "float", "to")  # their argument itself, where there is nothing to do
 # Arguments that are the same in every forward of a kind; weights and layers keep their identity.
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -50,6 +54,7 @@ class Unknown:
         raise NotCapturable("more of the batch than the number of its tokens decides it")
 
     __bool__ = __eq__ = __getattr__ = _refuse
+    __class__ = property(_refuse)  # type: ignore[assignment]
 
 
 class Capture(TorchFunctionMode):
@@ -67,7 +72,10 @@ class Capture(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
+        if name in OF_VALUES or _selects_by_value(name, args):
+            raise NotCapturable(f"the shape of `{name}` follows from values")
+        result = func(*args, **(kwargs or {}))
         if name in SAME and result is args[0]:
             return result
         several = isinstance(result, (list, tuple))
@@ -75,9 +83,12 @@ class Capture(TorchFunctionMode):
         if name == "__setitem__":
             tensors = []
         elif not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            if name in OF_SHAPE:
-                return result
-            raise NotCapturable(f"`{name}` reads values on the host")
+            if name not in OF_SHAPE:
+                raise NotCapturable(f"`{name}` gives {type(result).__name__} and no tensor")
+            for value in args:  # of other tensors of the batch, shapes tell the requests apart
+                if isinstance(value, Tensor):
+                    self._source(value, set())
+            return result
         reads: set[str] = set()
         given = [self._source(value, reads) for value in args]
         given += [f"{key}={self._source(value, reads)}" for key, value in (kwargs or {}).items()]
@@ -117,8 +128,10 @@ class Capture(TorchFunctionMode):
     def graph(self, output: LogitsProcessorOutput) -> tuple[str, Graph]:
         """Source and function: what is given, by name, to the fields of the output."""
         used: set[str] = set()
-        fields = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
-        lines = [f"return {{{', '.join(fields)}}}"]
+        if vars(output).keys() != {field.name for field in fields(output)}:
+            raise NotCapturable("its output has more than SGLang's fields")
+        ends = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
+        lines = [f"return {{{', '.join(ends)}}}"]
         for source, reads, made in reversed(self._calls):
             if dead := ({*reads, *made} - used).difference(self._given):  # later calls need none
                 lines.append(f"del {', '.join(sorted(dead))}")
@@ -140,15 +153,20 @@ class CpuGraphs:
     """Takes the place of SGLang's piecewise CUDA graph runner, for drafts and verifies."""
 
     def __init__(self, runner: ModelRunner, *shared: Any) -> None:
-        """shared: other models whose weights the runner's forward reads."""
-        self._runner = runner
-        self._weights = [
-            t for m in (runner.model, *shared) for t in (*m.parameters(), *m.buffers())
-        ]
-        self._graphs: dict[Any, Graph] = {}
+        """shared: other models whose modules the runner's forward runs."""
+        self._runner, self._models = runner, (runner.model, *shared)
+        modules = [module for model in self._models for module in model.modules()]
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        planned = hasattr(runner.model, "prepare_forward_batch")
+        self._works = not (hooked or planned or runner.msprobe_debugger)
         self._repeated: set[str] = set()  # sources whose replay was seen to give the same
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
-        self._works = not hooked and not hasattr(runner.model, "prepare_forward_batch")
+        self.forget()
+        _MADE.add(self)
+
+    def forget(self) -> None:
+        """Capture anew from now on: weights may be other tensors."""
+        self._graphs: dict[Any, Graph] = {}
+        self._weights = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
 
     def can_run(self, batch: ForwardBatch) -> bool:
         few = len(batch.input_ids) <= MOST_TOKENS
@@ -163,7 +181,7 @@ class CpuGraphs:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
             self._graphs[kind], output = self._capture(batch, others)
-        except (NotCapturable, TypeError) as error:  # torch refuses an Unknown by TypeError
+        except Exception as error:  # noqa: BLE001 - an error of the model's own comes again below
             self._works = False
             name = type(self._runner.model).__name__
             logger.info(f"DFLASH: no CPU graphs for {name}: {error}. Its forwards run as they are.")
@@ -175,8 +193,13 @@ class CpuGraphs:
         for name, value in vars(batch).items():
             if not _is_flag(value) and not isinstance(value, Tensor):
                 setattr(shown, name, Unknown())
+        tensors = {name: t for name, t in self._given(batch).items() if isinstance(t, Tensor)}
+        for name, tensor in tensors.items():
+            setattr(shown, name, tensor.clone())
         with Capture(self._given(shown), self._weights) as capture:
             output = self._forward(shown, others)
+        if not all(_equal(tensor, getattr(shown, name)) for name, tensor in tensors.items()):
+            raise NotCapturable("it changes the tensors of its batch")
         source, graph = capture.graph(output)
         if source not in self._repeated:
             for name, again in graph(**self._given(batch)).items():
@@ -201,8 +224,28 @@ def _is_flag(value: object) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit but for the kind of NaN."""
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    """Bit for bit but for signs of 0 and kinds of NaN."""
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _selects_by_value(name: str, args: Any) -> bool:
+    """Whether an index is a mask, or what shares a name with a call of fixed shape is another."""
+    if name == "repeat_interleave":
+        return any(isinstance(value, Tensor) for value in args[1:]) or len(args) == 1
+    index = args[1] if name == "__getitem__" else ()
+    masks = index if isinstance(index, tuple) else (index,)
+    by_mask = any(isinstance(m, Tensor) and m.dtype in (torch.bool, torch.uint8) for m in masks)
+    return by_mask or (name == "where" and len(args) == 1)
+
+
+_MADE: WeakSet[CpuGraphs] = WeakSet()
+
+
+def forget(*_: object, **__: object) -> None:
+    """AFTER `ModelRunner.update_weights_from_..`: what was captured reads the old weights."""
+    for graphs in _MADE:
+        graphs.forget()
 
 
 def use_graphs(target: ModelRunner, draft: ModelRunner) -> None:

@@ -125,7 +125,7 @@ class DFlashBlock(SpecInput):
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_sum=sum(seq_lens_cpu.tolist()),
             out_cache_loc=self.rows(self.slots),
             positions=self.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,

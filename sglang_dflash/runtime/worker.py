@@ -50,6 +50,8 @@ class DFlashWorker:
         self.model_runner = target_worker.model_runner
         self.model_config = target_worker.model_config
         self.device = target_worker.device
+        self.update_weights_from_tensor = target_worker.update_weights_from_tensor
+        self.update_weights_from_ipc = target_worker.update_weights_from_ipc
         block_size = server_args.speculative_num_draft_tokens
         rows, allocator = target_worker.get_memory_pool()
         window = None
@@ -70,6 +72,7 @@ class DFlashWorker:
         self.committer = Committer(block_size, widths != (block_size,), counters)
         use_graphs(self.model_runner, runner)
         self._block_size, self._width = block_size, widths[-1]
+        self._at = torch.arange(block_size, device=self.device)
         self._drafts_ahead = draft_ahead()
         auto = len(widths) > 1
         self.best_widths = BestWidths(self._rehearse, widths, self.model_runner) if auto else None
@@ -107,8 +110,7 @@ class DFlashWorker:
     def _write_accepted(self, verified: Verified) -> None:
         """Context KV of the committed tokens: the anchor and the accepted drafts."""
         block = verified.block
-        at = torch.arange(block.draft_token_num, device=self.device)
-        kept = block.rows(at <= verified.num_accepted[:, None])
+        kept = block.rows(self._at[: block.draft_token_num] <= verified.num_accepted[:, None])
         states = verified.output.hidden_states
         self.context_kv.write(states, block.positions, block.rows(block.slots), kept)
 
@@ -141,9 +143,8 @@ class DFlashWorker:
         batch.spec_info = DFlashState(anchors)
         if self.best_widths is not None:
             self.best_widths.forget(batch.req_pool_indices)
-        unfinished = any(req.inflight_middle_chunks > 0 for req in batch.reqs)
-        decodes = self._drafts_ahead and not unfinished and not batch.is_prefill_only
-        if decodes and batch.check_decode_mem():
+        whole = not batch.is_prefill_only and all(r.inflight_middle_chunks <= 0 for r in batch.reqs)
+        if self._drafts_ahead and whole and batch.check_decode_mem():
             self.slots.reserve(batch.reqs)
             lens = batch.seq_lens, batch.seq_lens_cpu
             batch.spec_info.block = self.drafter.propose(batch, anchors, *lens)
@@ -179,7 +180,6 @@ class DFlashWorker:
         """The request names the target's new weights; the draft keeps its own."""
         self._widths.use(self._block_size)  # the one whose graphs SGLang captures anew, if asked to
         done = self.target_worker.update_weights_from_disk(recv_req)
-        use_graphs(self.model_runner, self.draft_model_runner)
         if recv_req.recapture_cuda_graph:
             self._widths.make()
         return done

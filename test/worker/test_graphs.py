@@ -8,10 +8,12 @@ import random
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.utils import MultiprocessingSerializer
 
 from sglang_dflash.core.block import block_positions
-from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, use_graphs
+from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, forget, use_graphs
 from sglang_dflash.runtime.state import DFlashBlock
 from test.checkpoints import VOCAB
 from test.inprocess import InProcess
@@ -62,9 +64,8 @@ def outputs(runner, batch, graphs) -> dict[str, torch.Tensor]:
 
 
 def assert_same(runner, graphs, widths, seed) -> None:
-    batch = random_batch(runner, widths, seed)
-    expected = outputs(runner, batch, None)
-    found = outputs(runner, batch, graphs)
+    expected = outputs(runner, random_batch(runner, widths, seed), None)
+    found = outputs(runner, random_batch(runner, widths, seed), graphs)
     assert "hidden_states" in expected
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -103,12 +104,20 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("adds", "reason"),
     [
-        (lambda hidden, batch: float(hidden.sum()) * 0, "reads values on the host"),
-        (lambda hidden, batch: len(hidden.tolist()) * 0, "`tolist` reads values on the host"),
+        (lambda hidden, batch: int(hidden.sum()) % 7, "__int__` gives int and no tensor"),
+        (lambda hidden, batch: len(hidden.tolist()), "`tolist` gives list and no tensor"),
+        (lambda hidden, batch: len((hidden > 3).nonzero()), "`nonzero` follows from values"),
+        (lambda hidden, batch: hidden[hidden > 3].numel(), "`__getitem__` follows from values"),
+        (lambda hidden, batch: len(torch.where(hidden > 3)[0]), "`where` follows from values"),
+        (lambda hidden, batch: batch.seq_lens.shape[0], "neither the batch nor the model"),
+        (lambda hidden, batch: isinstance(batch.spec_info, DFlashBlock), "number of its tokens"),
+        (lambda hidden, batch: 5 // batch.batch_size, "unsupported operand"),
+        (lambda hidden, batch: batch.positions.add_(1).sum(), "changes the tensors of its batch"),
         (lambda hidden, batch: 1 if batch.batch_size == 1 else 0, "number of its tokens"),
         (lambda hidden, batch: batch.spec_info.draft_token_num, "number of its tokens"),
         (lambda hidden, batch: batch.seq_lens_sum + 1, "unsupported operand"),
-        (lambda hidden, batch: torch.full((), batch.batch_size), "full"),
+        (lambda hidden, batch: torch.full((), batch.batch_size), "number of its tokens"),
+        (lambda hidden, batch: torch.tensor(batch.batch_size), "number of its tokens"),
         (lambda hidden, batch: batch.seq_lens.sum(), "neither the batch nor the model"),
         (lambda hidden, batch: ELSEWHERE, "neither the batch nor the model"),
         (lambda hidden, batch: unseen(hidden) * 0, "its replay gave other"),
@@ -137,6 +146,21 @@ def test_what_a_replay_could_not_repeat_is_not_captured(runner, caplog, adds, re
 ELSEWHERE = torch.ones(())
 
 
+def test_an_output_of_more_fields_is_not_captured(runner):
+    forward = runner.model.forward
+
+    def more(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.more = 1
+        return output
+
+    runner.model.forward = more
+    for seed in range(2):
+        batch = random_batch(runner, [4], seed)
+        assert outputs(runner, batch, runner.piecewise_cuda_graph_runner)
+    assert not runner.piecewise_cuda_graph_runner._graphs
+
+
 def test_a_batch_in_disguise_is_not_captured(engine, runner, caplog):
     """A copy of the batch that the model makes for itself would be of the captured one for ever."""
     caplog.set_level(logging.INFO, logger="sglang_dflash")
@@ -150,12 +174,15 @@ def test_a_batch_in_disguise_is_not_captured(engine, runner, caplog):
     assert "ForwardBatch" in said
 
 
-def test_a_hooked_model_is_not_captured(runner):
-    hook = next(runner.model.children()).register_forward_hook(lambda *_: None)
-    try:
-        assert not CpuGraphs(runner).can_run(random_batch(runner, [4], 0))
-    finally:
-        hook.remove()
+def test_a_hooked_model_is_not_captured(engine, runner):
+    """Nor one that runs modules of the hooked model."""
+    target = engine.worker.model_runner
+    for model in {runner.model, target.model}:
+        hook = next(model.children()).register_forward_hook(lambda *_: None)
+        try:
+            assert not CpuGraphs(runner, target.model).can_run(random_batch(runner, [4], 0))
+        finally:
+            hook.remove()
 
 
 def test_a_failing_forward_fails_as_it_does(runner):
@@ -169,19 +196,36 @@ def test_a_failing_forward_fails_as_it_does(runner):
         outputs(runner, random_batch(runner, [4], 0), runner.piecewise_cuda_graph_runner)
 
 
-def test_new_weights_are_captured_anew(engine, runner):
-    """Weights written in place are read by the graphs there are; new tensors by new graphs."""
-    worker = engine.worker
+def test_new_weights_drop_the_graphs(engine):
+    """The draft's, too: it runs the target's embedding and LM head."""
+    target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
+    use_graphs(target, draft)
+    both = {runner: runner.piecewise_cuda_graph_runner for runner in (target, draft)}
+    weight = target.model.get_parameter("model.embed_tokens.weight")
+    changed = weight.detach()[:VOCAB] * 2
+    tensors = MultiprocessingSerializer.serialize([("model.embed_tokens.weight", changed)])
+    for runner, graphs in both.items():
+        assert_same(runner, graphs, [4], 0)
+        assert graphs._graphs
+    request = UpdateWeightsFromTensorReqInput([tensors])
+    assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
+    assert torch.equal(weight[:VOCAB], changed)
+    for runner, graphs in both.items():
+        assert not graphs._graphs
+        assert_same(runner, graphs, [4], 1)
+    with torch.no_grad():
+        weight.div_(2)
+    without_graphs(engine)
+
+
+def test_replaced_weights(runner):
+    """As a loader may do: other tensors in the place of the old."""
     graphs = runner.piecewise_cuda_graph_runner
     assert_same(runner, graphs, [4], 0)
     norm = runner.model.norm if runner.is_draft_worker else runner.model.model.norm
-    old = norm.weight
-    with torch.no_grad():
-        old.mul_(1.5)
+    old, norm.weight = norm.weight, torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
+    forget(None, runner)
     assert_same(runner, graphs, [4], 1)
-    norm.weight = torch.nn.Parameter(old * 1.5, requires_grad=False)
-    use_graphs(worker.model_runner, worker.draft_model_runner)  # as after `update_weights`
-    assert_same(runner, runner.piecewise_cuda_graph_runner, [4], 2)
-    with torch.no_grad():
-        old.div_(1.5)
+    assert graphs._graphs
     norm.weight = old
+    forget(None, runner)

@@ -48,7 +48,7 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, ahead, page):
         engine.step()
         monkeypatch.undo()
     host, device = (
-        ("state.py", "forward_batch", "__int__"),
+        ("state.py", "forward_batch", "tolist"),
         ("worker.py", "forward_batch_generation", "tolist"),
     )
     assert seen == [host, device] * 2
