@@ -64,10 +64,10 @@ class Verifier:
         view.out_cache_loc = block.rows(block.slots)
         view.spec_info = block
         view.return_hidden_states = False
+        view.replace_embeds = None  # SGLang leaves a prompt's behind
         self._widths.use(block.draft_token_num)
         result = self._target.forward_batch_generation(view, is_verify=True)
-        output = result.logits_output
-        drawn = self._draw(output.next_token_logits, batch, block.positions, block)
+        drawn = self._draw(result.logits_output.next_token_logits, batch, block.positions, block)
         target_ids = block.padded(drawn)
         num_accepted, bonus = self._accept(batch, block, target_ids)
         return Verified(block, target_ids, num_accepted, bonus, result)

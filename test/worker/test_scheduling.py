@@ -6,6 +6,7 @@ import random
 
 import pytest
 from safetensors.torch import load_file
+from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_dflash.flags import DRAFT_AHEAD
 from test.inprocess import InProcess
@@ -186,6 +187,21 @@ def test_input_embeds(target, draft):
             answers.append((plain, engine.generate([5] * len(ids), **options)))
     assert answers[0] == answers[1]
     assert answers[0][0] == answers[0][1]
+
+
+def test_replaced_embeddings(target, draft):
+    """Some tokens of a prompt given as embeddings, which SGLang leaves in the batch."""
+    table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
+    ids = prompt(75, 20)
+    given = PositionalEmbeds(embeds=table[[9, 11]], positions=[0, 2])
+    options = {"max_new_tokens": 40, "ignore_eos": True, "positional_embed_overrides": given}
+    answers = []
+    for path in (None, draft):
+        with InProcess(target, path, disable_radix_cache=True) as engine:
+            plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
+            answers.append((plain, engine.generate(ids, **options)))
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
 
 
 def test_counters_of_a_forced_pattern(target, draft, alone):
