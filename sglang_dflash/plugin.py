@@ -103,29 +103,14 @@ DFLASH_HOOKS = (
         "hooks:tokens_for_next_decode",
         "slots are kept between steps, so a step needs fewer than a block",
     ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.update_weights_from_disk",
-        "AFTER",
-        "cpu.graphs:forget",
-        "CPU graphs hold the tensors that were the weights",
-    ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.update_weights_from_tensor",
-        "AFTER",
-        "cpu.graphs:forget",
-        "CPU graphs hold the tensors that were the weights",
-    ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.update_weights_from_distributed",
-        "AFTER",
-        "cpu.graphs:forget",
-        "CPU graphs hold the tensors that were the weights",
-    ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.update_weights_from_ipc",
-        "AFTER",
-        "cpu.graphs:forget",
-        "CPU graphs hold the tensors that were the weights",
+    *(
+        Hook(
+            f"model_executor.model_runner.ModelRunner.update_weights_from_{source}",
+            "AFTER",
+            "cpu.graphs:forget",
+            "CPU graphs hold the tensors that were the weights",
+        )
+        for source in ("disk", "tensor", "distributed", "ipc")
     ),
     Hook(
         "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
