@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import random
 import signal
@@ -22,19 +23,30 @@ import requests
 START_SECONDS = 600
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
-RANDOM = random.SystemRandom()  # SGLang seeds the common one, alike in any two processes
 SECOND_PORT = 10_000  # SGLang listens there as well, counted from the first
 PORTS = range(12_000, 22_000)  # both lie below the ports that outgoing connections are given
+# SGLang seeds the common generator, alike in any two processes.
+_untried = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
+_leases: int | None = None  # kept open: a lock lasts as long as its process
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now, and so is its second port."""
-    while True:
-        port = RANDOM.choice(PORTS)
+    """A TCP port on 127.0.0.1 that is free now, and so is its second port.
+
+    No process of this user that asks here is given it again while this one runs: a server binds its
+    ports long after they were chosen, so each is a locked byte of a file that all processes share.
+    """
+    global _leases
+    if _leases is None:
+        file = Path(tempfile.gettempdir(), f"sglang-dflash-ports-{os.getuid()}")
+        _leases = os.open(file, os.O_RDWR | os.O_CREAT)
+    for port in _untried:
         with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            fcntl.lockf(_leases, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + SECOND_PORT))
             return port
+    raise OSError(f"No free port between {PORTS.start} and {PORTS.stop}.")
 
 
 def _die_with_parent() -> None:
@@ -82,7 +94,9 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         self._waiting = waiting
+        # SGLang would choose the second one itself, and bind it many seconds later.
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
+        listen += ["--nccl-port", str(free_port())]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, *arguments, *listen],

@@ -31,6 +31,8 @@ from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from sglang_dflash.launch import free_port
+
 _ids = itertools.count()
 
 
@@ -70,7 +72,7 @@ class InProcess:
         args.setdefault("disable_overlap_schedule", True)
         self.server_args = ServerArgs(model_path=model_path, **args)
         ports = PortArgs.init_new(self.server_args)
-        ports.nccl_port = nccl_port or ports.nccl_port
+        ports.nccl_port = nccl_port or free_port()
         self._sinks = zmq.Context()  # where a server's other processes would listen
         for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
             self._sinks.socket(zmq.PULL).bind(name)

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__, plugin
 from sglang_dflash.errors import Refusal
-from sglang_dflash.launch import LAUNCH, Server
+from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT, TARGET, data
 from test import inprocess  # loads the plugins
 from test.plugins import distribution
@@ -72,6 +72,7 @@ ENGINE = """
             speculative_algorithm="DFLASH",
             speculative_draft_model_path={draft!r},
             log_level="info",
+            nccl_port={port},
         )
         parameters = {{"temperature": 0, "max_new_tokens": 64}}
         answers = engine.generate({prompts!r}, parameters)
@@ -83,8 +84,8 @@ ENGINE = """
 def test_engine(expected, tmp_path):
     """`sglang.Engine` runs our worker in a script that knows nothing of us."""
     script = tmp_path / "engine.py"
-    pair = {"target": str(TARGET), "draft": str(DRAFT), "prompts": PROMPTS}
-    script.write_text(dedent(ENGINE).format(**pair))
+    given = {"target": str(TARGET), "draft": str(DRAFT), "prompts": PROMPTS, "port": free_port()}
+    script.write_text(dedent(ENGINE).format(**given))
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, env=clean_environment()
     )

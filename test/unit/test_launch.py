@@ -1,4 +1,4 @@
-"""A command that started servers hears every signal that should end it."""
+"""A command that starts servers hears every signal that should end it, and owns its ports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from sglang_dflash.launch import free_port
 
 IN_A_FINALISER = """
 import os, signal, sys, time, weakref
@@ -33,3 +35,20 @@ def test_a_signal_that_meets_a_finaliser_is_not_lost(name: str) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     assert run.stdout.split() == ["dropped", "interrupted"]
     assert run.stderr == ""
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from sglang_dflash import launch
+
+launch._untried = iter([int(sys.argv[1]), *launch._untried])
+print(launch.free_port())
+"""
+
+
+def test_no_two_processes_are_given_one_port() -> None:
+    """Though nothing is bound to it yet: a server binds its ports long after they were chosen."""
+    port = free_port()
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(port)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert int(run.stdout) != port
