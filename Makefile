@@ -21,7 +21,8 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	  --host 127.0.0.1 --port $(PORT) --sleep-on-idle
 
 test: $(READY)  ## the CI set, under 30 minutes on 2 cores
-	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadfile \
+	  --no-loadscope-reorder --durations 15
 
 test-full: $(READY)  ## the full cross, by hand; goes on where it stopped
 	$(BIN)/python -m pytest test --stepwise

@@ -26,6 +26,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sglang_dflash.cpu.lean import cos_and_sin, make_lean
+
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 64  # of a captured forward: the more there are, the less the Python counts
@@ -68,6 +70,7 @@ class Capture(TorchFunctionMode):
         self._kept: list[object] = list(given.values())  # so that no id comes twice
         self._constants: list[object] = []
         self._calls: list[tuple[str, set[str], list[str]]] = []  # source, what it reads and makes
+        self._shared: dict[tuple[int, ...], Any] = {}  # what layers share, by its arguments' ids
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -75,7 +78,12 @@ class Capture(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in OF_VALUES or _selects_by_value(name, args):
             raise NotCapturable(f"the shape of `{name}` follows from values")
+        shared = tuple(map(id, args)) if func is cos_and_sin else ()
+        if shared in self._shared:
+            return self._shared[shared]
         result = func(*args, **(kwargs or {}))
+        if shared:
+            self._shared[shared] = result
         if name in SAME and result is args[0]:
             return result
         several = isinstance(result, (list, tuple))
@@ -253,6 +261,10 @@ def use_graphs(target: ModelRunner, draft: ModelRunner) -> None:
 
     Ranks exchange what they computed by calls that are none of torch's functions.
     """
-    if target.device == "cpu" and target.tp_size == 1:
+    if target.device != "cpu":
+        return
+    make_lean(target.model)
+    make_lean(draft.model)
+    if target.tp_size == 1:
         target.piecewise_cuda_graph_runner = CpuGraphs(target)
         draft.piecewise_cuda_graph_runner = CpuGraphs(draft, target.model)

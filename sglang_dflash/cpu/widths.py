@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
-import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+from sglang_dflash.core.width import Array
 
 FADING = 0.8  # of a request's counts a block
 FORGETTING = 0.98  # the same at positions that are not drafted, which are tried again some time
@@ -37,12 +34,13 @@ class Outlook:
     def observe(self, rows: Array, survival: Array, drafted: Array) -> None:
         """Learn from blocks. survival: [B, N-1] of their drafts; drafted: [B, N-1] bool."""
         fading = np.where(drafted, FADING, FORGETTING)
-        tried = drafted * np.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+        tried = drafted.astype(np.float32)
+        tried[:, 1:] *= survival[:, :-1]
         self._tried[rows] = fading * self._tried[rows] + tried
         self._right[rows] = fading * self._right[rows] + survival
 
 
-def best_widths(survival: Array, taken: Array, accepted: Array | float = 0.0) -> Array:
+def best_widths(survival: Array, taken: Array, accepted: Array | None = None) -> Array:
     """The width of each request, [B] int64 in 1..N; together they commit most tokens a second.
 
     survival: [B, N-1], P(drafts 1..j accepted), 0 for what was not drafted. A step commits one
@@ -51,11 +49,12 @@ def best_widths(survival: Array, taken: Array, accepted: Array | float = 0.0) ->
     seconds on top of them, by accepted drafts.
     """
     batch, drafts = survival.shape
-    order = np.argsort(-survival, axis=None, kind="stable")
-    likely = survival.ravel()[order]
-    gains = np.append(0, likely[likely > 0].cumsum())
-    every = np.arange(drafts + 1)
+    flat, every = survival.ravel(), np.arange(drafts + 1)
+    order = np.argsort(-flat, kind="stable")
+    gains = np.zeros(1 + np.count_nonzero(flat))
+    flat[order[: len(gains) - 1]].cumsum(out=gains[1:])
     seconds = np.interp(np.arange(len(gains)) / batch, every, taken)
-    seconds = seconds + np.interp(gains / batch, every, accepted + np.zeros(drafts + 1))
-    count = int(((batch + gains) / seconds).argmax())
+    if accepted is not None:
+        seconds += np.interp(gains / batch, every, accepted)
+    count = ((batch + gains) / seconds).argmax()
     return 1 + np.bincount(order[:count] // drafts, minlength=batch)

@@ -64,11 +64,12 @@ class ContextKV:
         elif kept is not None:
             at = kept.nonzero().squeeze(1)
             hidden_states, positions, slots = hidden_states[at], positions[at], slots[at]
-        features = hidden_states[:, : self.model.fc.in_features]
-        for chunk in zip(*(t.split(ROW_CHUNK) for t in (features, positions, slots)), strict=True):
-            self._write(*chunk)
+        for start in range(0, len(slots), ROW_CHUNK):
+            rows = slice(start, start + ROW_CHUNK)
+            self._write(hidden_states[rows], positions[rows], slots[rows])
 
-    def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _write(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        features = states[:, : self.model.fc.in_features]
         context = self.model.hidden_norm(self.model.fc(features))  # [n, H]
         kv = self._project(context).view(-1, *self._shape)
         cos_sin = self._cos_sin(positions)

@@ -80,15 +80,15 @@ class Vocabulary:
         """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
         logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
         index = argmax(logits)
-        value = logits.gather(1, index[:, None]).squeeze(1)
-        mass = [logits.float().logsumexp(dim=-1)] if weigh else []
+        value = logits.gather(1, index[:, None]).squeeze(1).float()
+        mass = [(logits.float() - value[:, None]).exp_().sum(dim=-1)] if weigh else []  # best: 1
         if self._ranks == 1:
-            return index, (value - mass[0]).exp() if weigh else value
+            return index, mass[0].reciprocal() if weigh else value
         # float32 holds ids below 2**24 exactly
-        best = torch.stack([value.float(), (index + self._first_id).float(), *mass], dim=1)
+        best = torch.stack([value, (index + self._first_id).float(), *mass], dim=1)
         ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
         first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
         value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
         if weigh:
-            value = (value - ranks[:, :, 2].logsumexp(dim=0)).exp()
+            value = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
         return index.long(), value

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
 from sglang.srt.model_executor.forward_batch_info import (
@@ -15,6 +16,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from torch import Tensor
+
+from sglang_dflash.core.width import Array
 
 
 @dataclass
@@ -33,7 +36,7 @@ class DFlashState(SpecInput):
     def filter_batch(self, new_indices: Tensor, has_been_filtered: bool = True) -> None:
         """Keep these rows. Rows are never filtered beforehand, whatever the flag says."""
         self.anchors = self.anchors[new_indices]
-        self.block = self.block and self.block.filtered(new_indices)
+        self.block = self.block and self.block.each(lambda field: field[new_indices])
 
     def merge_batch(self, other: DFlashState) -> None:
         self.anchors = torch.cat([self.anchors, other.anchors])
@@ -90,22 +93,21 @@ class DFlashBlock(SpecInput):
         """The block, and what its drafts weigh, cut to the first `width` columns."""
         if width == self.draft_token_num:
             return self
-        return self._each(lambda field: field[:, :width])
+        return self.each(lambda field: field[:, :width])
 
-    def cut(self, widths: Tensor) -> DFlashBlock:
-        """Of each request the first so many positions. widths: [B] int64 in 1..N."""
+    def cut(self, widths: Array) -> DFlashBlock:
+        """Of each request the first so many positions. widths: [B] int64 in 1..N, on the host."""
         block = self.first(int(widths.max()))
-        real = torch.arange(block.draft_token_num, device=widths.device) < widths[:, None]
-        return block if bool(real.all()) else DFlashBlock(*block._fields(), real)
-
-    def filtered(self, rows: Tensor) -> DFlashBlock:
-        return self._each(lambda field: field[rows])
+        real = np.arange(block.draft_token_num) < widths[:, None]
+        if real.all():
+            return block
+        return DFlashBlock(*block._fields(), torch.from_numpy(real).to(block.slots.device))
 
     def merged(self, other: DFlashBlock) -> DFlashBlock:
         both = zip(self._fields(), other._fields(), strict=True)
         return DFlashBlock(*(two[0] if two[0] is None else torch.cat(two) for two in both))
 
-    def _each(self, of: Callable[[Tensor], Tensor]) -> DFlashBlock:
+    def each(self, of: Callable[[Tensor], Tensor]) -> DFlashBlock:
         return DFlashBlock(*(t if t is None else of(t) for t in self._fields()))
 
     def _fields(self) -> tuple[Any, ...]:

@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.core.width import StepTimes, Survival, best_width
+from sglang_dflash.core.width import Array, StepTimes, Survival, best_width
 from sglang_dflash.cpu.widths import Outlook, best_widths
 from sglang_dflash.runtime.state import DFlashBlock
 
@@ -56,12 +57,12 @@ class BestWidths:
         """rehearse(batch, width, draft) runs a draft or a verify; widths: ascending, N last."""
         # Graphs and backends of a GPU serve one width, and so do SGLang's 3-D positions.
         self._apart = runner.device == "cpu" and not runner.model_is_mrope
-        self._block_size, device = widths[-1], runner.device
+        self._block_size = widths[-1]
         most = min(runner.server_args.max_running_requests, MOST_MEASURED)
         drafted = widths if self._apart else widths[-1:]
-        self._drafting = StepTimes(_measured(rehearse, most, drafted, True), drafted, device)
-        self._verifying = StepTimes(_measured(rehearse, most, widths, False), widths, device)
-        self._survival = Survival(self._block_size, device)
+        self._drafting = StepTimes(_measured(rehearse, most, drafted, True), drafted)
+        self._verifying = StepTimes(_measured(rehearse, most, widths, False), widths)
+        self._survival = Survival(self._block_size)
         self._outlook = Outlook(len(runner.req_to_token_pool.req_to_token), self._block_size)
         self._steps = itertools.count()
 
@@ -74,29 +75,31 @@ class BestWidths:
         """The part of a block of masks that is worth its draft: at least one of each request."""
         if not self._apart:
             return masked
-        taken, accepted = (t.at(len(rows)).numpy() for t in (self._drafting, self._verifying))
-        widths = best_widths(self._outlook(rows.numpy()), taken, accepted).clip(min=2)
-        return masked.cut(torch.from_numpy(widths) - self._block_size + masked.draft_token_num)
+        times = (times.at(len(rows)) for times in (self._drafting, self._verifying))
+        widths = best_widths(self._outlook(rows.numpy()), *times).clip(min=2)
+        return masked.cut(widths - self._block_size + masked.draft_token_num)
 
     def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
-        """The part of a drafted block that is worth its verify."""
+        """The part of a drafted block that is worth its verify; the host waits for the draft."""
         assert block.probability is not None
-        survival, batch = self._survival(block.probability), len(rows)
+        said, batch = block.probability.cpu().numpy(), len(rows)
+        survival, drafted = self._survival(said), said > 0
         drafting, verifying = self._drafting.at(batch), self._verifying.at(batch)
         probes = next(self._steps) % PROBE == 0
-        if not self._apart:
-            width = best_width(survival, drafting[-1] + verifying)
-            return block if probes else block.cut(width.expand(batch))
-        drafted = (block.probability > 0).numpy()
-        self._outlook.observe(rows.numpy(), survival.numpy(), drafted)
-        seconds = verifying + drafting[drafted.sum() // batch]
-        best = best_widths(survival.numpy(), taken=seconds.numpy())
-        return block.cut(torch.from_numpy(1 + drafted.sum(1) if probes else best))
+        if self._apart:
+            self._outlook.observe(rows.numpy(), survival, drafted)
+            seconds = verifying + drafting[drafted.sum() // batch]
+            widths = 1 + drafted.sum(axis=1) if probes else best_widths(survival, seconds)
+        else:
+            best = best_width(survival, drafting[-1] + verifying)
+            widths = np.full(batch, self._block_size if probes else best)
+        self._verified = said, widths
+        return block.cut(widths)
 
-    def observe(self, block: DFlashBlock, num_accepted: Tensor) -> None:
-        assert block.probability is not None
-        widths = block.draft_token_num if block.real is None else block.real.sum(1, keepdim=True)
-        self._survival.observe(block.probability, num_accepted, widths)
+    def observe(self, num_accepted: Array) -> None:
+        """Learn from the step of the last `to_verify`. num_accepted: [B] int64."""
+        said, widths = self._verified
+        self._survival.observe(said, num_accepted, widths)
 
 
 @torch.inference_mode()

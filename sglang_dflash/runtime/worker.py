@@ -102,9 +102,9 @@ class DFlashWorker:
         packed, copied = verified.to_host()
         self._write_accepted(verified)
         batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
-        if best is not None:
-            best.observe(verified.block, verified.num_accepted)
         copied.synchronize()
+        if best is not None:
+            best.observe(packed[:, -1].numpy())
         return self.committer.commit(batch, verified, packed.tolist())
 
     def _write_accepted(self, verified: Verified) -> None:

@@ -14,6 +14,7 @@ from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
 from sglang_dflash.tiny import DRAFT, TARGET, data
 from test.inprocess import InProcess
+from test.worker.conftest import verify_parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +105,7 @@ def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, w
         monkeypatch.setenv(VERIFY_WIDTH, asked)
         with engine(attention_backend=backend) as run:
             if asked == "auto":
-                run.worker.best_widths.to_verify = lambda block, _: block.first(next(turns))
+                verify_parts(run, lambda block: block.first(next(turns)))
             answers.append(together(run, prompts(6)))
     widths = {16, 5} if width == "5" else {4, 8, 12, 16}
     assert used == {(w, w) for w in widths}

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from sglang_dflash.flags import VERIFY_WIDTH
+from sglang_dflash.runtime.state import DFlashBlock
 from test.checkpoints import VOCAB
 from test.forced import Forced
 from test.inprocess import InProcess
@@ -70,20 +71,30 @@ def without_graphs(engine: InProcess) -> None:
         runner.piecewise_cuda_graph_runner = None
 
 
+def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) -> None:
+    """Verify this part of every block, whatever pays; what it teaches is learnt all the same."""
+    best = engine.worker.best_widths
+
+    def to_verify(block: DFlashBlock, _: Any) -> DFlashBlock:
+        verified = part(block)
+        best._verified = block.probability.cpu().numpy(), np.array(verified.lens)
+        return verified
+
+    best.to_verify = to_verify
+
+
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
     """Makes an engine draft and verify, of each request, any part of its block."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     rng = random.Random(8)
 
-    def some(least: int) -> Callable[[Any, Any], Any]:
-        return lambda block, _: block.cut(
-            torch.tensor([rng.randint(least, block.draft_token_num) for _ in block.slots])
-        )
+    def some(block: DFlashBlock, least: int) -> DFlashBlock:
+        return block.cut(np.array([rng.randint(least, block.draft_token_num) for _ in block.slots]))
 
     def cut(engine: InProcess) -> None:
-        widths = engine.worker.best_widths
-        widths.to_draft, widths.to_verify = some(2), some(1)
+        engine.worker.best_widths.to_draft = lambda block, _: some(block, least=2)
+        verify_parts(engine, lambda block: some(block, least=1))
 
     return cut
 

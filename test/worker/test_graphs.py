@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -50,7 +51,7 @@ def random_batch(runner, widths: list[int], seed: int):
     slots = torch.stack(
         [row[n : n + most] for row, n in zip(rows.long(), lens_cpu.tolist(), strict=True)]
     )
-    block = DFlashBlock(tokens, positions, slots).cut(torch.tensor(widths))
+    block = DFlashBlock(tokens, positions, slots).cut(np.array(widths))
     if runner.is_draft_worker:
         block.capture_hidden_mode = CaptureHiddenMode.NULL
     return block.forward_batch(torch.arange(len(widths)), lens_cpu.clone(), lens_cpu)

@@ -22,7 +22,7 @@ from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
 from sglang_dflash.runtime.state import DFlashBlock
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt, without_graphs
+from test.worker.conftest import facts, force, prompt, verify_parts, without_graphs
 from test.worker.test_draft import draft_kv
 
 
@@ -61,9 +61,8 @@ def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
         forced = force(engine, lambda _: rng.randint(0, 7))
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
-        engine.worker.best_widths.to_verify = lambda block, _: block.cut(
-            torch.tensor([8, *(rng.randint(1, 7) for _ in block.slots[1:])])
-        )
+        widths = lambda block: [8, *(rng.randint(1, 7) for _ in block.slots[1:])]  # noqa: E731
+        verify_parts(engine, lambda block: block.cut(np.array(widths(block))))
         for _ in range(8):
             engine.step()
         for req in reqs:
@@ -84,13 +83,13 @@ def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
 
 def test_survival_learns_from_unequal_widths():
     """A draft behind a request's cut is neither right nor wrong."""
-    said, accepted = torch.full((2, 3), 0.9), torch.tensor([2, 1])
-    one, both = Survival(4, "cpu"), Survival(4, "cpu")
-    both.observe(said, accepted, torch.tensor([[4], [2]]))
-    one.observe(said[:1], accepted[:1], 4)
+    said, accepted, widths = np.full((2, 3), 0.9), np.array([2, 1]), np.array([4, 2])
+    one, both = Survival(4), Survival(4)
+    both.observe(said, accepted, widths)
+    one.observe(said[:1], accepted[:1], widths[:1])
     one._tried[0] += one._right[0]  # the second request: its only draft, right
     one._right[0] *= 2
-    torch.testing.assert_close(both(said), one(said))
+    np.testing.assert_allclose(both(said), one(said), rtol=1e-6)
 
 
 def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch):
@@ -121,8 +120,8 @@ def test_one_width_for_all_where_a_probability_is_no_number(target, draft, monke
     with InProcess(target, draft) as engine:
         widths = engine.worker.best_widths
         times = {(1, width): 1.0 + width for width in (2, 4, 8)}
-        widths._apart, widths._verifying = False, StepTimes(times, (2, 4, 8), "cpu")
-        widths._drafting = StepTimes({(1, 8): 1.0}, (8,), "cpu")
+        widths._apart, widths._verifying = False, StepTimes(times, (2, 4, 8))
+        widths._drafting = StepTimes({(1, 8): 1.0}, (8,))
         rows, zeros = torch.tensor([0]), torch.zeros(1, 8, dtype=torch.int64)
         block = DFlashBlock(
             zeros, zeros, zeros, torch.tensor([[0.9, 0.9, 0.9, 0.0, 0.9, 0.9, 0.9]])
@@ -204,7 +203,7 @@ def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
 
         runner.forward = watched
         rng = random.Random(5)
-        engine.worker.best_widths.to_verify = lambda block, _: block.first(rng.randint(1, 8))
+        verify_parts(engine, lambda block: block.first(rng.randint(1, 8)))
         engine.generate(prompt(311, 12), max_new_tokens=60, ignore_eos=True)
     assert len({width for width, _ in ran}) > 3
     assert all(backend is dict(made)[width] for width, backend in ran)
@@ -256,26 +255,26 @@ def test_a_request_whose_drafts_were_never_verified_has_rate_0():
 
 def test_survival_learns_what_a_probability_means():
     """Drafts that say 0.9 and are right half the time; positions behind the cut learn, too."""
-    survival, rng = Survival(5, "cpu"), torch.Generator().manual_seed(0)
-    said = torch.full((8, 4), 0.9)
+    survival, rng = Survival(5), np.random.default_rng(0)
+    said, widths = np.full((8, 4), 0.9), np.full(8, 2)
     assert survival(said)[0, 0] == pytest.approx(0.9)
     for _ in range(400):
-        right = torch.rand((8, 4), generator=rng) < 0.5
-        survival.observe(said, right.long().cumprod(1).sum(1).clamp(max=1), widths=2)
-    expected = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    torch.testing.assert_close(survival(said)[0], expected, atol=0.05, rtol=0.2)
+        right = rng.random((8, 4)) < 0.5
+        survival.observe(said, right.cumprod(axis=1).sum(axis=1).clip(max=1), widths)
+    expected = [0.5, 0.25, 0.125, 0.0625]
+    np.testing.assert_allclose(survival(said)[0], expected, atol=0.05, rtol=0.2)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_width_pays(apart):
     """Verify more where drafts survive and where positions cost nothing."""
-    sure, doubtful = torch.full((4, 7), 0.9).cumprod(1), torch.full((4, 7), 0.3).cumprod(1)
-    flat, steep = torch.ones(8), torch.arange(1.0, 9.0)
+    sure, doubtful = (np.full((4, 7), p).cumprod(axis=1) for p in (0.9, 0.3))
+    flat, steep = np.ones(8), np.arange(1.0, 9.0)
 
     def best(survival, seconds):
         if apart:
-            return best_widths(survival.numpy(), seconds.numpy()).tolist()
-        return [int(best_width(survival, seconds))] * 4
+            return best_widths(survival, seconds).tolist()
+        return [best_width(survival, seconds)] * 4
 
     assert best(sure, flat) == best(doubtful, flat) == [8] * 4
     assert min(best(sure, 4 + steep)) > max(best(doubtful, 4 + steep))
@@ -284,15 +283,15 @@ def test_width_pays(apart):
 
 def test_times_between_measured_points():
     measured = {(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}
-    times = StepTimes(measured, (2, 3, 4), "cpu")
+    times = StepTimes(measured, (2, 3, 4))
     assert times.at(1).tolist() == [math.inf, 1.0, 2.0, 3.0]
     assert times.at(3).tolist() == times.at(5).tolist() == [math.inf, 5.0, 6.0, 7.0]
 
 
 def test_only_widths_on_offer_are_chosen():
-    times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8), "cpu").at(1)
-    assert times.isinf().tolist() == [True, True, True, False, True, True, True, False]
-    sure, doubtful = torch.full((1, 7), 0.9).cumprod(1), torch.full((1, 7), 0.1).cumprod(1)
+    times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8)).at(1)
+    assert np.isinf(times).tolist() == [True, True, True, False, True, True, True, False]
+    sure, doubtful = (np.full((1, 7), p).cumprod(axis=1) for p in (0.9, 0.1))
     assert (best_width(sure, times), best_width(doubtful, times)) == (8, 4)
 
 
@@ -357,7 +356,7 @@ def test_drafts_shrink_where_they_are_not_accepted(target, draft, monkeypatch):
 
         runner.forward = watched
         times = engine.worker.best_widths._drafting
-        times._seconds[:] = times._seconds[:, -1:] * torch.linspace(0.1, 1.0, 8)
+        times._seconds = [row[-1] * np.linspace(0.1, 1.0, 8) for row in times._seconds]
         for _ in range(2):
             start = len(held)
             engine.generate(prompt(340, 20), max_new_tokens=40, ignore_eos=True)
