@@ -79,7 +79,7 @@ class DFlashBlock(SpecInput):
     def padded(self, rows: Tensor) -> Tensor:
         """What a forward gave, [rows, ..], at every position: [B, N, ..], zeros where nothing."""
         if self.real is None:
-            return rows.unflatten(0, self.token_ids.shape)
+            return rows.view(*self.token_ids.shape, *rows.shape[1:])
         padded = rows.new_zeros(*self.real.shape, *rows.shape[1:])
         padded[self.real] = rows
         return padded
