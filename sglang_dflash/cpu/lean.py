@@ -34,11 +34,15 @@ def make_lean(model: nn.Module) -> None:
 
 
 def _norm(
-    module: RMSNorm, x: Tensor, residual: Tensor | None = None, addition: Tensor | None = None
+    module: RMSNorm,
+    x: Tensor,
+    residual: Tensor | None = None,
+    post_residual_addition: Tensor | None = None,
 ) -> Normed:
     """`RMSNorm.forward_native` of float32."""
-    if x.dtype != torch.float32 or x.shape[-1] != module.hidden_size or addition is not None:
-        return module.forward_native(x, residual, addition)
+    fits = x.dtype == torch.float32 and x.shape[-1] == module.hidden_size
+    if not fits or post_residual_addition is not None:
+        return module.forward_native(x, residual, post_residual_addition)
     if residual is not None:
         x = residual = x + residual
     variance = x.pow(2).mean(dim=-1, keepdim=True)
@@ -52,11 +56,11 @@ def _rotate(
     query: Tensor,
     key: Tensor,
     offsets: Tensor | None = None,
-    fused: None = None,
+    fused_set_kv_buffer_arg: None = None,
 ) -> tuple[Tensor, Tensor]:
     """`RotaryEmbedding.forward_native` of whole heads, halves turned against each other."""
-    if offsets is not None or fused is not None:
-        return module.forward_native(positions, query, key, offsets, fused)
+    if offsets is not None or fused_set_kv_buffer_arg is not None:
+        return module.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     cos, sin = cos_and_sin(module.cos_sin_cache, positions, query.dtype)
     return _turned(query, cos, sin), _turned(key, cos, sin)
 

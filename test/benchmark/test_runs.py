@@ -62,7 +62,13 @@ def test_an_interrupted_sweep_keeps_its_points_and_leaves_no_server(tmp_path: Pa
     ]
     command += ["--data", "word", "--prompts", "4", "--repeats", "1", "--concurrency", "1,2,4"]
     command += ["--max-tokens", "512", "--ignore-eos"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A background job of a shell, such as this test may be, ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         while not out.exists():
             assert run.poll() is None

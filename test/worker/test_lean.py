@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -27,6 +28,14 @@ def lean(modules: list[nn.Module], kind: type[nn.Module]) -> list[nn.Module]:
     assert len(found) >= 2
     assert all(isinstance(module._forward_method, partial) for module in found)
     return found
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, RotaryEmbedding])
+def test_called_as_sglangs_own_are(modules, kind):
+    """Models give arguments by name."""
+    module = lean(modules, kind)[0]
+    own, ours = (signature(f) for f in (module.forward_native, module._forward_method))
+    assert list(own.parameters) == list(ours.parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
