@@ -257,9 +257,10 @@ def forget(*_: object, **__: object) -> None:
 
 
 def use_graphs(target: ModelRunner, draft: ModelRunner) -> None:
-    """Capture small forwards of both from now on, where one process runs them on a CPU.
+    """On a CPU: lean norms and RoPEs in both, and small forwards captured from now on.
 
-    Ranks exchange what they computed by calls that are none of torch's functions.
+    Several ranks capture nothing: they exchange what they computed by calls that are none of
+    torch's functions.
     """
     if target.device != "cpu":
         return

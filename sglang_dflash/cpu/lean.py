@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -12,7 +13,7 @@ from sglang.srt.layers.utils import MultiPlatformOp
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
-Normed = Tensor | tuple[Tensor, Tensor]
+Normed: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 def make_lean(model: nn.Module) -> None:
