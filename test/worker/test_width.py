@@ -355,8 +355,9 @@ def test_drafts_shrink_where_they_are_not_accepted(target, draft, monkeypatch):
             return forward(batch, *args, **kwargs)
 
         runner.forward = watched
-        times = engine.worker.best_widths._drafting
-        times._seconds = [row[-1] * np.linspace(0.1, 1.0, 8) for row in times._seconds]
+        widths = engine.worker.best_widths
+        widths._drafting = StepTimes({(1, 1): 0.1, (1, 8): 0.8}, range(1, 9))
+        widths._verifying = StepTimes({(1, 1): 0.2, (1, 8): 0.4}, range(1, 9))
         for _ in range(2):
             start = len(held)
             engine.generate(prompt(340, 20), max_new_tokens=40, ignore_eos=True)
