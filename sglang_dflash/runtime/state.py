@@ -64,6 +64,7 @@ class DFlashBlock(SpecInput):
         self.draft_token_num = self.num_tokens_per_batch = self.token_ids.shape[1]
         self.draft_token = self.rows(self.token_ids)
         self.positions = self.rows(self.position_ids)
+        self.out_cache_loc = self.rows(self.slots)
 
     @property
     def lens(self) -> list[int]:
@@ -128,7 +129,7 @@ class DFlashBlock(SpecInput):
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=sum(seq_lens_cpu.tolist()),
-            out_cache_loc=self.rows(self.slots),
+            out_cache_loc=self.out_cache_loc,
             positions=self.positions,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self,

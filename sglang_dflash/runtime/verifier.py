@@ -60,8 +60,7 @@ class Verifier:
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         view = copy.copy(batch)  # the scheduler's batch keeps its own mode, inputs and state
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        view.input_ids = block.draft_token
-        view.out_cache_loc = block.rows(block.slots)
+        view.input_ids, view.out_cache_loc = block.draft_token, block.out_cache_loc
         view.spec_info = block
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang leaves a prompt's behind

@@ -112,7 +112,7 @@ class DFlashWorker:
         block = verified.block
         kept = block.rows(self._at[: block.draft_token_num] <= verified.num_accepted[:, None])
         states = verified.output.hidden_states
-        self.context_kv.write(states, block.positions, block.rows(block.slots), kept)
+        self.context_kv.write(states, block.positions, block.out_cache_loc, kept)
 
     def _draft_next(self, batch: ScheduleBatch, verified: Verified) -> DFlashBlock | None:
         """The block behind what a step commits, while the host does not know yet how much that is.
@@ -170,7 +170,7 @@ class DFlashWorker:
             if self.model_runner.model_is_mrope:
                 forward.mrope_positions = forward.positions.expand(3, -1)
             output = self.model_runner.forward(forward).logits_output
-            self.context_kv.write(output.hidden_states, block.positions, block.slots.flatten())
+            self.context_kv.write(output.hidden_states, block.positions, block.out_cache_loc)
         torch.get_device_module(self.device).synchronize()
 
     def clear_cache_pool(self) -> None:
