@@ -49,21 +49,44 @@ class Layer(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, context: Tensor, positions: Tensor, context_positions: Tensor, mask: Tensor
+        self,
+        x: Tensor,
+        context: Tensor,
+        positions: Tensor,
+        context_positions: Tensor,
+        hidden_context: Tensor,
     ) -> Tensor:
+        """x: [B, A, N, H] of the blocks; context: [B, S, H]; hidden_context: [B, A, S] bool."""
         a = self.self_attn
-        h = self.input_layernorm(x)
+        h = self.input_layernorm(x).flatten(1, 2)
         q = a["q_norm"](a["q_proj"](h).unflatten(-1, (self.heads, self.dim))).transpose(1, 2)
         source = torch.cat([context, h], dim=1)
         k = a["k_norm"](a["k_proj"](source).unflatten(-1, (self.kv_heads, self.dim)))
         v = a["v_proj"](source).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
         q = _rope(q, positions, self.theta)
         k = _rope(k.transpose(1, 2), torch.cat([context_positions, positions], 1), self.theta)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        x = x + a["o_proj"](o.transpose(1, 2).flatten(2))
+        o = a["o_proj"](self._attend(q, k, v, hidden_context).transpose(1, 2).flatten(2))
+        x = x + o.unflatten(1, x.shape[1:3])
         h = self.post_attention_layernorm(x)
         m = self.mlp
         return x + m["down_proj"](F.silu(m["gate_proj"](h)) * m["up_proj"](h))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden_context: Tensor) -> Tensor:
+        """Each block sees its part of the context and itself; other blocks' keys are not touched.
+
+        q: [B, heads, A * N, D]; k, v: [B, kv heads, S + A * N, D].
+        """
+        blocks, length = hidden_context.shape[1:]
+        (k, k_block), (v, v_block) = (t.tensor_split([length], dim=2) for t in (k, v))
+        k_block, v_block = (t.unflatten(2, (blocks, -1))[:, :, None] for t in (k_block, v_block))
+        q = q.unflatten(1, (self.kv_heads, -1)) * self.dim**-0.5  # [B, kv heads, each, A * N, D]
+        q_block = q.unflatten(3, (blocks, -1))
+        scores = (q.flatten(2, 3) @ k.mT).view(*q_block.shape[:-1], length)
+        scores = scores.masked_fill(hidden_context[:, None, None, :, None], -torch.inf)
+        seen = torch.cat([scores, q_block @ k_block.mT], dim=-1).softmax(-1).to(v.dtype)
+        context, block = seen.tensor_split([length], dim=-1)
+        o = context.flatten(2, 4) @ v
+        return (o.view_as(q_block) + block @ v_block).flatten(1, 2).flatten(2, 3)
 
 
 class Draft(nn.Module):
@@ -98,12 +121,9 @@ class Draft(nn.Module):
         offsets = torch.arange(n, device=ids.device)
         positions = (anchors[:, :, None] + offsets).flatten(1)
         context_positions = torch.arange(length, device=ids.device).expand(batch, -1)
-        owner = torch.arange(count, device=ids.device).repeat_interleave(n)
-        sees_context = context_positions[:, None, :] < anchors.repeat_interleave(n, 1)[:, :, None]
-        sees_block = (owner[:, None] == owner).expand(batch, -1, -1)
-        mask = torch.cat([sees_context, sees_block], dim=2)[:, None]
+        hidden_context = context_positions[:, None] >= anchors[:, :, None]
         context = self.hidden_norm(self.fc(features))
-        x = embed(block.flatten(1))
+        x = embed(block)
         for layer in self.layers:
-            x = layer(x, context, positions, context_positions, mask)
-        return self.norm(x).unflatten(1, (count, n))
+            x = layer(x, context, positions, context_positions, hidden_context)
+        return self.norm(x)

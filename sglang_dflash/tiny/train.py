@@ -2,7 +2,8 @@
 
 Five stages, each resumable from `--work`: tokenizer, target, answers (what the target itself
 generates, greedy), draft (on those answers), export. `evaluate` scores the result. Recipe of the
-draft: DFlash paper (random anchors, masked blocks, loss decaying along the block).
+draft: DFlash paper (random anchors, masked blocks, loss decaying along the block), and half of the
+loss by what a draft is worth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.masking_utils import eager_mask
 
 from sglang_dflash.tiny import data
 from sglang_dflash.tiny.draft_model import Draft
@@ -36,6 +44,7 @@ VOCAB = 2048
 ROW = 512  # tokens of a packed training row
 BATCH = 16  # rows of a step
 CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word problems
+CODE_SHARE_OF_DRAFT = 0.65  # of the draft's rows
 THETA = 1_000_000.0
 MAX_POSITIONS = 16_384
 
@@ -290,8 +299,33 @@ def train_target(work: Path, steps: int, device: str, compiled: bool) -> None:
 # answers and draft
 
 
+def _grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention whose heads of one KV head are rows of one product: 3 times sdpa's speed on a CPU.
+
+    query: [B, heads, T, D]; key, value: [B, kv heads, S, D]; attention_mask: [B, 1, T, S].
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scores = (grouped.flatten(2, 3) @ key.mT).float().unflatten(2, grouped.shape[2:4]) * scaling
+    seen = (scores + attention_mask[:, :, None]).softmax(-1).to(value.dtype)
+    return (seen.flatten(2, 3) @ value).view_as(query).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", _grouped_attention)
+AttentionMaskInterface.register("grouped", eager_mask)
+
+
 def _load_target(work: Path, device: str) -> Qwen3ForCausalLM:
-    model = Qwen3ForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16)
+    model = Qwen3ForCausalLM.from_pretrained(
+        work / "target", dtype=torch.bfloat16, attn_implementation="grouped"
+    )
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -367,7 +401,7 @@ def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
         tqdm(total=count, initial=done, desc="answers", mininterval=10) as bar,
     ):
         while done < count:
-            kind = rng.choices(("word", "json", "code"), (0.6, 0.15, 0.25))[0]
+            kind = rng.choices(("word", "json", "code"), (0.35, 0.15, 0.5))[0]
             if kind == "code":  # continue from a random place
                 prompts = [encode(rng.choice(code))[: rng.randint(8, 160)] for _ in range(batch)]
                 answers: list[list[int] | None] = list(generate(model, prompts, 128))
@@ -407,7 +441,23 @@ def _with_features(
     return found
 
 
-def train_draft(work: Path, steps: int, device: str, anchors: int = 12, batch: int = 48) -> None:
+def _position_weights(loss: Tensor, valid: Tensor) -> Tensor:
+    """What each draft's loss counts. loss: [B, A, N-1], -log P(right); valid: [B, A, N-1] of 0, 1.
+
+    Half of it decays along the block, as in the paper. The other half is what the draft is worth:
+    the expected number of steps a token, 1 / (1 + sum of P(drafts 1..k right)), derived by -log P.
+    So it lies on the drafts that are reached, and on blocks of which little is accepted.
+    """
+    decaying = torch.exp(-torch.arange(loss.shape[-1], device=loss.device) / 7.0) * valid
+    survival = ((-loss).exp() * valid).cumprod(-1)
+    behind = survival.flip(-1).cumsum(-1).flip(-1)
+    worth = behind / (1 + survival.sum(-1, keepdim=True)) ** 2 * valid
+    return 0.5 * (decaying / decaying.sum() + worth / worth.sum())
+
+
+def train_draft(
+    work: Path, steps: int, device: str, compiled: bool, anchors: int = 18, batch: int = 32
+) -> None:
     torch.manual_seed(1)
     target = _load_target(work, device)
     head = target.lm_head.weight.float()
@@ -416,11 +466,30 @@ def train_draft(work: Path, steps: int, device: str, anchors: int = 12, batch: i
     run = Run(draft, 3e-3, steps, work / "draft.pt")
     rows = [json.loads(line) for line in (work / "answers.jsonl").open()]
     examples = _with_features(target, [row for row in rows if len(row["answer"]) > 4])
+    chats = [example for example in examples if example[0][0] == IM_START]
+    codes = [example for example in examples if example[0][0] != IM_START]
     n = DRAFT["block_size"]
-    weight = torch.exp(-torch.arange(n - 1, device=device) / 7.0)
     order = random.Random(2 + run.done)
+
+    def loss_of(features: Tensor, ids: Tensor, at: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = F.linear(draft(features, ids, at, embed)[:, :, 1:], head)
+        where = at[:, :, None] + torch.arange(1, n, device=device)
+        valid = (where < sizes[:, None, None]).float()
+        labels = (
+            ids[:, None, :].expand(-1, anchors, -1).gather(2, where.clamp(max=ids.shape[1] - 1))
+        )
+        loss = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
+        loss = loss.view_as(valid)
+        hits = (logits.argmax(-1) == labels).float() * valid
+        accepted = hits.cumprod(-1).sum(-1).mean()
+        return (loss * _position_weights(loss.detach(), valid)).sum(), accepted
+
+    if compiled:
+        loss_of = torch.compile(loss_of, dynamic=True)
     for bar in _progress(run, "draft"):
-        here = order.sample(examples, batch)
+        of_code = int(CODE_SHARE_OF_DRAFT * batch)
+        here = order.sample(codes, of_code) + order.sample(chats, batch - of_code)
         sizes = torch.tensor([len(ids) for ids, *_ in here], device=device)
         ids = torch.nn.utils.rnn.pad_sequence([i for i, *_ in here], batch_first=True).to(device)
         features = torch.nn.utils.rnn.pad_sequence([f for _, f, _ in here], batch_first=True)
@@ -428,19 +497,9 @@ def train_draft(work: Path, steps: int, device: str, anchors: int = 12, batch: i
             [[order.randint(first, len(i) - 2) for _ in range(anchors)] for i, _, first in here],
             device=device,
         )
-        with torch.autocast(device, dtype=torch.bfloat16):
-            hidden = draft(features.to(device), ids, at, embed)[:, :, 1:]
-            logits = F.linear(hidden, head)
-        where = at[:, :, None] + torch.arange(1, n, device=device)
-        labels = (
-            ids[:, None, :].expand(-1, anchors, -1).gather(2, where.clamp(max=ids.shape[1] - 1))
-        )
-        valid = (where < sizes[:, None, None]).float() * weight
-        loss = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
-        run.step((loss * valid.flatten()).sum() / valid.sum())
-        hits = (logits.argmax(-1) == labels) & (where < sizes[:, None, None])
-        accepted = hits.long().cumprod(-1).sum(-1).float().mean().item()
-        bar.set_postfix(accept=f"{1 + accepted:.2f}", refresh=False)
+        loss, accepted = loss_of(features.to(device), ids, at, sizes)
+        run.step(loss)
+        bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
     out = work / "draft"
     out.mkdir(exist_ok=True)
     weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in draft.state_dict().items()}
@@ -531,8 +590,8 @@ def main() -> None:
         default="all",
     )
     parser.add_argument("--target-steps", type=int, default=1250)
-    parser.add_argument("--answers", type=int, default=10_000)
-    parser.add_argument("--draft-steps", type=int, default=1150)
+    parser.add_argument("--answers", type=int, default=12_000)
+    parser.add_argument("--draft-steps", type=int, default=1400)
     parser.add_argument("--evaluate", type=int, default=96, help="held-out prompts of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -549,7 +608,7 @@ def main() -> None:
     if wanted("answers"):
         write_answers(args.work, args.answers, args.device)
     if wanted("draft"):
-        train_draft(args.work, args.draft_steps, args.device)
+        train_draft(args.work, args.draft_steps, args.device, compiled)
     if wanted("evaluate"):
         print(json.dumps(evaluate(args.work, args.device, args.evaluate)))
     if wanted("export"):
