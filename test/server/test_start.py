@@ -206,10 +206,11 @@ def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch):
 def test_small_pool_retracts_over_http(reference):
     """32 at once on KV for a few: some are retracted, all get the target's own tokens."""
     prompts = mixed_prompts()
-    alone = reference.generate_many(prompts, max_new_tokens=96)
+    options = {"max_new_tokens": 128, "ignore_eos": True}
+    alone = reference.generate_many(prompts, **options)
     flags = ["--max-total-tokens", "1024", "--page-size", "4"]
     with running(*flags, "--schedule-conservativeness", "0.01", dflash=True) as client:
-        answers = client.generate_many(prompts, max_new_tokens=96)
+        answers = client.generate_many(prompts, **options)
         client.flush()
         log = client.server.log.read_text()
     assert [visible(answer) for answer in answers] == [visible(answer) for answer in alone]
