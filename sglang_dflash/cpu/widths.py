@@ -1,4 +1,4 @@
-"""A width a request: what its next drafts are worth, and whose drafts come first."""
+"""A width a request: what its next drafts are worth, and how many of them pay."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ class Outlook:
 
 
 def best_widths(survival: Array, taken: Array, accepted: Array | None = None) -> Array:
-    """The width of each request, [B] int64 in 1..N; together they commit most tokens a second.
+    """The width of each request, [B] int64 in 1..N, at which it commits most tokens a second.
 
     survival: [B, N-1], P(drafts 1..j accepted), 0 for what was not drafted. A step commits one
-    token a request and every accepted draft; the likeliest drafts of all requests are taken first.
-    taken: [N], its seconds where 0..N-1 drafts a request are taken on average; accepted: [N],
-    seconds on top of them, by accepted drafts.
+    token a request and every accepted draft. taken: [N] or [B, N], seconds of a step of which all
+    requests take 0..N-1 drafts; accepted: [N], seconds on top of them, by accepted drafts.
+
+    Each request by itself, because all have to be finished: the time of all is the sum of what
+    each takes of the steps. The most tokens of every single step, the likeliest drafts of all
+    requests first, end the easy requests and leave the hard ones too few drafts.
     """
-    batch, drafts = survival.shape
-    flat, every = survival.ravel(), np.arange(drafts + 1)
-    order = np.argsort(-flat, kind="stable")
-    gains = np.zeros(1 + np.count_nonzero(flat))
-    flat[order[: len(gains) - 1]].cumsum(out=gains[1:])
-    seconds = np.interp(np.arange(len(gains)) / batch, every, taken)
-    if accepted is not None:
-        seconds += np.interp(gains / batch, every, accepted)
-    count = ((batch + gains) / seconds).argmax()
-    return 1 + np.bincount(order[:count] // drafts, minlength=batch)
+    drafts = np.arange(survival.shape[1] + 1)
+    commits = np.insert(survival, 0, 1, axis=1).cumsum(axis=1)
+    seconds = taken if accepted is None else taken + np.interp(commits - 1, drafts, accepted)
+    rates = commits / seconds
+    rates[:, 1:][survival == 0] = 0
+    return 1 + rates.argmax(axis=1)

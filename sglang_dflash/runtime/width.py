@@ -84,14 +84,14 @@ class BestWidths:
         assert block.probability is not None
         said, batch = block.probability.cpu().numpy(), len(rows)
         survival, drafted = self._survival(said), said > 0
-        drafting, verifying = self._drafting.at(batch), self._verifying.at(batch)
         probes = next(self._steps) % PROBE == 0
         if self._apart:
             self._outlook.observe(rows.numpy(), survival, drafted)
-            seconds = verifying + drafting[drafted.sum() // batch]
-            widths = 1 + drafted.sum(axis=1) if probes else best_widths(survival, seconds)
+            count = drafted.sum(axis=1)
+            seconds = self._drafting.at(batch)[count, None] + self._verifying.at(batch)
+            widths = 1 + count if probes else best_widths(survival, seconds)
         else:
-            best = best_width(survival, drafting[-1] + verifying)
+            best = best_width(survival, self._drafting.at(batch)[-1] + self._verifying.at(batch))
             widths = np.full(batch, self._block_size if probes else best)
         self._verified = said, widths
         return block.cut(widths)

@@ -296,22 +296,38 @@ def test_only_widths_on_offer_are_chosen():
 
 
 @pytest.mark.parametrize("accepting", [0.0, 0.5])
-def test_each_request_has_the_width_that_its_drafts_deserve(accepting):
-    """The best of all widths, by trying them all; the dearer a position, the fewer."""
-    survival = np.array([[0.9, 0.8, 0.7], [0.4, 0.1, 0.0], [0.6, 0.5, 0.1]])
-    accepted, totals = accepting * np.arange(4.0), []
+def test_requests_are_finished_soonest(accepting):
+    """The least time of all steps of four requests on two places, by trying all widths.
+
+    A place is never empty, so there are half as many steps as the requests' own together; a step
+    takes the mean of what its requests would make it take if both were alike.
+    """
+    survival = np.array([[0.9, 0.8, 0.7], [0.4, 0.1, 0.02], [0.6, 0.5, 0.1], [1.0, 1.0, 1.0]])
+    commits = 1 + np.pad(survival.cumsum(axis=1), ((0, 0), (1, 0)))
+    tokens, accepted, totals = np.array([70, 120, 40, 200]), accepting * np.arange(4.0), []
     for price in (0.05, 0.3, 1.0, 3.0):
+        taken = 1 + price * np.arange(4.0)
 
-        def pays(widths, price=price):
-            gains = sum(row[: w - 1].sum() for row, w in zip(survival, widths, strict=True))
-            return (3 + gains) / (1 + price * (sum(widths) / 3 - 1) + accepting * gains / 3)
+        def takes(widths, taken=taken):
+            drafts = np.array(widths) - 1
+            each = commits[range(4), drafts]
+            return (tokens / each * (taken[drafts] + accepting * (each - 1))).sum() / 2
 
-        chosen = best_widths(survival, 1 + price * np.arange(4.0), accepted).tolist()
-        tried = itertools.product(range(1, 5), repeat=3)
-        assert pays(chosen) == pytest.approx(max(map(pays, tried)))
+        chosen = best_widths(survival, taken, accepted).tolist()
+        tried = itertools.product(range(1, 5), repeat=4)
+        assert takes(chosen) == pytest.approx(min(map(takes, tried)))
         totals.append(sum(chosen))
     assert totals == sorted(totals, reverse=True)
-    assert totals[0] > totals[-1] == 3
+    assert totals[0] > totals[-1] >= 4
+
+
+def test_a_request_is_cut_by_its_own_drafts():
+    """Sure drafts beside it do not take its own away: it would hold its place the longer."""
+    sure, code = np.full(3, 1.0), np.array([0.6, 0.3, 0.1])
+    taken = np.array([1.0, 1.2, 1.4, 1.6])
+    alone = best_widths(code[None], taken).tolist()
+    assert alone == [3]
+    assert best_widths(np.stack([code, *[sure] * 7]), taken).tolist() == alone + [4] * 7
 
 
 def test_what_was_not_drafted_is_never_verified():
