@@ -47,9 +47,8 @@ def best_widths(survival: Array, taken: Array, accepted: Array | None = None) ->
     token a request and every accepted draft. taken: [N] or [B, N], seconds of a step of which all
     requests take 0..N-1 drafts; accepted: [N], seconds on top of them, by accepted drafts.
 
-    Each request by itself, because all have to be finished: the time of all is the sum of what
-    each takes of the steps. The most tokens of every single step, the likeliest drafts of all
-    requests first, end the easy requests and leave the hard ones too few drafts.
+    Each request by itself: all have to be finished, so what counts is the sum of what each takes
+    of the steps, not what a single step commits.
     """
     drafts = np.arange(survival.shape[1] + 1)
     commits = np.insert(survival, 0, 1, axis=1).cumsum(axis=1)
