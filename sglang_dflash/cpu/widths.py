@@ -51,7 +51,8 @@ def best_widths(survival: Array, taken: Array, accepted: Array | None = None) ->
     of the steps, not what a single step commits.
     """
     drafts = np.arange(survival.shape[1] + 1)
-    commits = np.insert(survival, 0, 1, axis=1).cumsum(axis=1)
+    commits = np.ones((len(survival), len(drafts)))
+    commits[:, 1:] += survival.cumsum(axis=1)
     seconds = taken if accepted is None else taken + np.interp(commits - 1, drafts, accepted)
     rates = commits / seconds
     rates[:, 1:][survival == 0] = 0
