@@ -7,14 +7,14 @@ class serves prefill, decode, the draft's block (no mask) and the target's (caus
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.overrides import wrap_torch_function
 
 FEW = 32  # queries of a request that are attended with all heads of a KV head at once
@@ -40,35 +40,38 @@ class View:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Segment:
     """One request in a forward: q queries at the end of kv keys."""
 
-    rows: slice  # of the flat queries
+    queries: int
     slots: Tensor  # [kv] int64
-    masks: dict[tuple[View, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     @property
-    def queries(self) -> int:
-        return self.rows.stop - self.rows.start
+    def few(self) -> bool:
+        """Whether the queries that share a KV head are rows of one product.
 
-    def mask(self, view: View, times: int, dtype: torch.dtype) -> Tensor | None:
-        """[q * times, kv], 0 or -inf, every query's row so many times; None: all see all.
+        That is a third faster for a few tokens. One token gains nothing by it, and for many the
+        kernel does better with a head at a time, and without a mask if it can.
+        """
+        return 1 < self.queries <= FEW
+
+    def mask(self, view: View, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """0 or -inf, [q, kv], with `few` [q * groups, kv]; None: all see all, or a triangle.
 
         The kernel would make this of a mask of bools, in every layer.
         """
-        key = view, times, dtype
-        if key not in self.masks:
-            seen, mask = self._seen(view), None
-            if seen is not None:
-                mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-                mask = mask.repeat_interleave(times, dim=0)
-            self.masks[key] = mask
-        return self.masks[key]
+        triangle = view.causal and view.left is None and view.anchored is None
+        if triangle and not self.few and self.queries in (1, len(self.slots)):
+            return None
+        if (seen := self._seen(view)) is None:
+            return None
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        return mask.repeat_interleave(groups, dim=0) if self.few else mask
 
     def _seen(self, view: View) -> Tensor | None:
         q, kv = self.queries, len(self.slots)
-        if view.left is None and view.anchored is None and (q == 1 or not view.causal):
+        if view.left is None and view.anchored is None and not view.causal:
             return None
         at, key = torch.arange(kv - q, kv)[:, None], torch.arange(kv)
         seen = key <= at if view.causal else torch.ones(q, kv, dtype=torch.bool)
@@ -94,12 +97,12 @@ class RealRowsAttention(TorchNativeAttnBackend):
         else:
             queries, lengths = list(forward_batch.extend_seq_lens_cpu), prefix
         table = self.req_to_token_pool.req_to_token
-        start, self._segments = 0, []
-        for row, q, kv in zip(
-            forward_batch.req_pool_indices.tolist(), queries, lengths, strict=True
-        ):
-            self._segments.append(Segment(slice(start, start + q), table[row, :kv].long()))
-            start += q
+        rows = forward_batch.req_pool_indices.tolist()
+        self._segments = [
+            Segment(q, table[row, :kv].long())
+            for row, q, kv in zip(rows, queries, lengths, strict=True)
+        ]
+        self._masks: dict[tuple[View, int, torch.dtype], list[Tensor | None]] = {}
 
     @wrap_torch_function(lambda _, q, *args, **kwargs: (q,))  # one call to `cpu.graphs`
     def forward_extend(
@@ -119,42 +122,52 @@ class RealRowsAttention(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
         query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
-        query = query.flatten(1, 2)[None]  # [1, kv_heads, n * groups, D]
+        query = query.flatten(1, 2).unsqueeze(0)  # [1, kv_heads, n * groups, D]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         view, attended = View.of(layer), []
-        for segment in self._segments:
-            rows = query[:, :, segment.rows.start * groups : segment.rows.stop * groups]
+        each = query.split([segment.queries * groups for segment in self._segments], dim=2)
+        masks = self._masks_of(view, groups, q.dtype)
+        for segment, rows, mask in zip(self._segments, each, masks, strict=True):
             # index_select is several times as fast as keys[slots]
-            key, value = (pool.index_select(0, segment.slots) for pool in (keys, values))
-            key, value = (x.to(q.dtype).transpose(0, 1)[None] for x in (key, value))
-            attended.append(_attend(rows, key, value, segment, view, layer.scaling))
+            key, value = keys.index_select(0, segment.slots), values.index_select(0, segment.slots)
+            if key.dtype != q.dtype:
+                key, value = key.to(q.dtype), value.to(q.dtype)
+            key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+            if segment.few:
+                some = attend(rows, key, value, attn_mask=mask, scale=layer.scaling)
+            else:
+                triangle = mask is None and view.causal and segment.queries > 1
+                some = _by_head(rows, key, value, mask, triangle, layer.scaling, groups)
+            attended.append(some)
         output = torch.cat(attended, dim=2)[0]  # [kv_heads, n * groups, D_v]
         return output.unflatten(1, (-1, groups)).transpose(0, 1).flatten(1)
 
     forward_decode = forward_extend
 
+    def _masks_of(self, view: View, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
+        """Of each request, made once a forward."""
+        if (kind := (view, groups, dtype)) not in self._masks:
+            self._masks[kind] = [segment.mask(*kind) for segment in self._segments]
+        return self._masks[kind]
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segment: Segment, view: View, scale: float
+
+def _by_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    triangle: bool,
+    scale: float,
+    groups: int,
 ) -> Tensor:
-    """query: [1, kv_heads, q * groups, D]; key, value: [1, kv_heads, kv, D] -> as query.
-
-    The queries that share a KV head are rows of one product, which is a third faster for a few
-    tokens. One token gains nothing by it, and for many the kernel does better with a head at a
-    time, and without a mask if it can.
-    """
-    q, kv, groups = segment.queries, key.shape[2], query.shape[2] // segment.queries
-    if 1 < q <= FEW:
-        mask = segment.mask(view, groups, query.dtype)
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    square = view.causal and view.left is None and view.anchored is None and q == kv
-    attended = scaled_dot_product_attention(
-        query.unflatten(2, (q, groups)).transpose(2, 3).flatten(1, 2),
+    """query: [1, kv_heads, q * groups, D]; key, value: [1, kv_heads, kv, D] -> as query."""
+    attended = attend(
+        query.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2),
         key,
         value,
-        attn_mask=None if square else segment.mask(view, 1, query.dtype),
-        is_causal=square,
+        attn_mask=mask,
+        is_causal=triangle,
         scale=scale,
         enable_gqa=groups > 1,
     )
