@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
-from torch import Tensor
 
-from sglang_dflash.core.width import Array, StepTimes, Survival, best_width
-from sglang_dflash.cpu.widths import Outlook, best_widths
+from sglang_dflash.core.width import Array, StepTimes, Survival, best_width, best_widths
 from sglang_dflash.runtime.state import DFlashBlock
 
 logger = logging.getLogger(__name__)
@@ -59,40 +57,24 @@ class BestWidths:
         self._apart = runner.device == "cpu" and not runner.model_is_mrope
         self._block_size = widths[-1]
         most = min(runner.server_args.max_running_requests, MOST_MEASURED)
-        drafted = widths if self._apart else widths[-1:]
-        self._drafting = StepTimes(_measured(rehearse, most, drafted, True), drafted)
+        whole = widths[-1:]  # drafts see all masks of a block: with fewer they are worse
+        self._drafting = StepTimes(_measured(rehearse, most, whole, True), whole)
         self._verifying = StepTimes(_measured(rehearse, most, widths, False), widths)
         self._survival = Survival(self._block_size)
-        self._outlook = Outlook(len(runner.req_to_token_pool.req_to_token), self._block_size)
         self._steps = itertools.count()
 
-    def forget(self, rows: Tensor) -> None:
-        """New requests are in these rows, [B] int64."""
-        if self._apart:
-            self._outlook.forget(rows.numpy())
-
-    def to_draft(self, masked: DFlashBlock, rows: Tensor) -> DFlashBlock:
-        """The part of a block of masks that is worth its draft: at least one of each request."""
-        if not self._apart:
-            return masked
-        times = (times.at(len(rows)) for times in (self._drafting, self._verifying))
-        widths = best_widths(self._outlook(rows.numpy()), *times).clip(min=2)
-        return masked.cut(widths - self._block_size + masked.draft_token_num)
-
-    def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
+    def to_verify(self, block: DFlashBlock) -> DFlashBlock:
         """The part of a drafted block that is worth its verify; the host waits for the draft."""
         assert block.probability is not None
-        said, batch = block.probability.cpu().numpy(), len(rows)
-        survival, drafted = self._survival(said), said > 0
-        probes = next(self._steps) % PROBE == 0
-        if self._apart:
-            self._outlook.observe(rows.numpy(), survival, drafted)
-            count = drafted.sum(axis=1)
-            seconds = self._drafting.at(batch)[count, None] + self._verifying.at(batch)
-            widths = 1 + count if probes else best_widths(survival, seconds)
+        said, batch = block.probability.cpu().numpy(), len(block.slots)
+        survival = self._survival(said)
+        seconds = self._drafting.at(batch)[-1] + self._verifying.at(batch)
+        if next(self._steps) % PROBE == 0:
+            widths = np.full(batch, self._block_size)
+        elif self._apart:
+            widths = best_widths(survival, seconds)
         else:
-            best = best_width(survival, self._drafting.at(batch)[-1] + self._verifying.at(batch))
-            widths = np.full(batch, self._block_size if probes else best)
+            widths = np.full(batch, best_width(survival, seconds))
         self._verified = said, widths
         return block.cut(widths)
 

@@ -76,7 +76,7 @@ class DFlashWorker:
         self._drafts_ahead = draft_ahead()
         auto = len(widths) > 1
         self.best_widths = BestWidths(self._rehearse, widths, self.model_runner) if auto else None
-        self.drafter = Drafter(runner, self.slots, window, self.best_widths)
+        self.drafter = Drafter(runner, self.slots, window)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
@@ -96,8 +96,8 @@ class DFlashWorker:
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        best, rows = self.best_widths, batch.req_pool_indices
-        part = best.to_verify(block, rows) if best else block.first(self._width)
+        best = self.best_widths
+        part = best.to_verify(block) if best else block.first(self._width)
         verified = self.verifier.verify(batch, part)
         packed, copied = verified.to_host()
         self._write_accepted(verified)
@@ -141,8 +141,6 @@ class DFlashWorker:
             append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
-        if self.best_widths is not None:
-            self.best_widths.forget(batch.req_pool_indices)
         whole = not batch.is_prefill_only and all(r.inflight_middle_chunks <= 0 for r in batch.reqs)
         if self._drafts_ahead and whole and batch.check_decode_mem():
             self.slots.reserve(batch.reqs)
