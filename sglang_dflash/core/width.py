@@ -71,7 +71,8 @@ def best_widths(survival: Array, seconds: Array) -> Array:
     """
     commits = np.ones((len(survival), len(seconds)))
     commits[:, 1:] += survival.cumsum(axis=1)
-    return 1 + (commits / seconds).argmax(axis=1)
+    best: Array = (commits / seconds).argmax(axis=1)
+    return best + 1
 
 
 class StepTimes:
