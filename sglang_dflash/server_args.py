@@ -146,6 +146,11 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
             f"A block of {size} does not fit --speculative-draft-window-size {window}: give at "
             f"least {size}."
         )
+    if size < longest:
+        logger.warning(
+            f"DFLASH: a block of {size}, but the draft was trained with {longest} and may draft "
+            f"worse with fewer masks. --speculative-dflash-verify-width {size} keeps them."
+        )
     return size
 
 
