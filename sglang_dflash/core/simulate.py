@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 PHASE = 0.8444  # where in the pattern a request begins
 
 
@@ -13,5 +11,6 @@ def simulated_commit(step: int, accept_length: float, width: int) -> int:
     Always the whole number below or above `accept_length`, and after any number of steps the sum is
     within 1 of `steps * accept_length`, unless `width` cuts it.
     """
-    before, after = (math.floor(n * accept_length + PHASE) for n in (step, step + 1))
+    before = int(step * accept_length + PHASE)
+    after = int((step + 1) * accept_length + PHASE)
     return max(1, min(after - before, width))

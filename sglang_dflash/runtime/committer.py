@@ -19,24 +19,38 @@ logger = logging.getLogger(__name__)
 
 
 def append_until_finished(req: Req, tokens: list[int]) -> int:
-    """Give a request its committed tokens one by one, as one-token decoding does.
+    """Give a request its committed tokens, with what one-token decoding would make of each.
 
     Stops behind the token that finishes it; returns how many were taken, at least 1.
     """
     before = len(req.output_ids)
-    for token in tokens:
-        req.output_ids.append(token)
-        req.update_finish_state()
+    for part in _parts(req, tokens):
+        req.output_ids.extend(part)
+        req.update_finish_state(len(part))
         if req.grammar is not None:
             try:
-                req.grammar.accept_token(token)
+                req.grammar.accept_token(part[0])
             except ValueError as error:
                 logger.error("Grammar of request %s: %s", req.rid, error)
-                req.to_finish = FINISH_ABORT(f"The grammar refused token {token}.")
+                req.to_finish = FINISH_ABORT(f"The grammar refused token {part[0]}.")
                 req.update_finish_state()
         if req.finished():
+            del req.output_ids[req.finished_len or len(req.output_ids) :]
             break
     return len(req.output_ids) - before
+
+
+def _parts(req: Req, tokens: list[int]) -> list[list[int]]:
+    """What SGLang may be asked about at once.
+
+    It finds the first end token among several, but looks for strings behind the last alone, and
+    asks for the length before all else.
+    """
+    sampling = req.sampling_params
+    if req.grammar or req.to_finish or sampling.stop_strs or sampling.stop_regex_strs:
+        return [[token] for token in tokens]
+    last = max(0, sampling.max_new_tokens - len(req.output_ids) - 1)
+    return [part for part in (tokens[:last], tokens[last : last + 1]) if part]
 
 
 class Committer:
@@ -79,20 +93,20 @@ class Committer:
         think_end = batch.model_config.think_end_id
         taken, accepted = [], []
         for req, row, width in zip(batch.reqs, packed, widths, strict=True):
-            tokens = row[: row[-1] + 1]
-            tokens = tokens[: append_until_finished(req, tokens)]
+            tokens = row[: append_until_finished(req, row[: row[-1] + 1])]
+            count = min(len(tokens), row[-1])
             req.kv_committed_len += len(tokens)
             req.decode_batch_idx += 1
             req.spec_verify_ct += 1
-            accepted.append(min(len(tokens), row[-1]))
-            req.spec_num_correct_drafts += accepted[-1]
-            req.update_spec_correct_drafts_histogram(accepted[-1])
+            req.spec_num_correct_drafts += count
+            req.update_spec_correct_drafts_histogram(count)
             if self._cuts:
                 histogram = req.spec_correct_drafts_histogram
                 histogram.extend([0] * (self._block_size + 1 - len(histogram)))
                 histogram[self._block_size] += width - 1
-            if req.require_reasoning and think_end is not None:
+            if think_end is not None and req.require_reasoning:
                 req.update_reasoning_tokens(tokens, think_end)
+            accepted.append(count)
             taken.append(tokens)
         return taken, accepted
 
