@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -21,6 +22,7 @@ class Drafter:
         # Where the anchor's position predicts a draft, the draft reads one position fewer.
         self._width = runner.server_args.speculative_num_draft_tokens
         self._block_size = self._width + runner.model.dflash.sample_from_anchor
+        self._at = torch.arange(self._block_size, device=runner.device)
 
     def propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -31,19 +33,19 @@ class Drafter:
         seq_lens_cpu: on the host and at least these.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
-        positions = block_positions(seq_lens, self._block_size)
-        slots = self._slots.of(rows, positions)
+        positions = block_positions(seq_lens, self._at)
         token_ids = masked_block(anchors, self._block_size, self._mask_token_id)
-        masked = DFlashBlock(token_ids, positions, slots).first(self._width)
+        block = DFlashBlock(token_ids, positions, self._slots.of(rows, positions))
+        masked = block.first(self._width)
         masked.capture_hidden_mode = CaptureHiddenMode.NULL
         if self._window is not None:
             lens = self._window.lens(rows, *lens)
         output = self._runner.forward(masked.forward_batch(rows, *lens)).logits_output
-        predicted = masked.padded(output.hidden_states)
-        drafts, probability = predicted[:, self._width - self._block_size + 1 :], None
+        drafts = masked.padded(output.hidden_states)[:, self._width - self._block_size + 1 :]
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
-            probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
+            block.probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
         # Copies: the graphs of draft and target share memory, and the target runs next.
         token_ids[:, 1:] = drafts
-        return DFlashBlock(token_ids, positions, slots, probability)
+        block.capture_hidden_mode = CaptureHiddenMode.FULL
+        return block

@@ -19,5 +19,4 @@ class StepCounters:
         """accepted: drafts that each request of a step took."""
         self._steps.inc(len(accepted))
         for position, counter in enumerate(self._positions, start=1):
-            if count := sum(a >= position for a in accepted):
-                counter.inc(count)
+            counter.inc(sum(a >= position for a in accepted))

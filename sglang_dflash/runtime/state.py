@@ -70,7 +70,7 @@ class DFlashBlock(SpecInput):
     def lens(self) -> list[int]:
         """How many positions of each request a forward holds."""
         if self.real is None:
-            return [self.draft_token_num] * len(self.token_ids)
+            return [self.draft_token_num] * self.slots.shape[0]
         return self.real.sum(1).tolist()
 
     def rows(self, field: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class DFlashBlock(SpecInput):
         """
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(self.token_ids),
+            batch_size=self.slots.shape[0],
             input_ids=self.draft_token,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
 
@@ -58,7 +57,8 @@ class Verifier:
             logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
 
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
-        view = copy.copy(batch)  # the scheduler's batch keeps its own mode, inputs and state
+        view = object.__new__(ScheduleBatch)  # the scheduler's keeps its mode, inputs and state
+        vars(view).update(vars(batch))  # a third of what `copy.copy` takes
         view.forward_mode = ForwardMode.TARGET_VERIFY
         view.input_ids, view.out_cache_loc = block.draft_token, block.out_cache_loc
         view.spec_info = block
@@ -83,8 +83,8 @@ class Verifier:
         width, info = block.draft_token_num, batch.sampling_info
         if (mean := self._simulated) > 0:
             each = zip(batch.reqs, block.lens, strict=True)
-            commits = [simulated_commit(req.spec_verify_ct, mean, most) for req, most in each]
-            accepted = torch.tensor(commits, device=target_ids.device) - 1
+            right = [simulated_commit(req.spec_verify_ct, mean, most) - 1 for req, most in each]
+            accepted = torch.tensor(right, device=target_ids.device)
             return accepted, target_ids.gather(1, accepted[:, None]).squeeze(1)
         tokens = block.token_ids
         if block.real is not None:

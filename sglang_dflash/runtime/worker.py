@@ -158,10 +158,10 @@ class DFlashWorker:
         lens_cpu = torch.full((batch,), length)
         lens, rows = lens_cpu.to(self.device), torch.arange(batch, device=self.device)
         slots = rows.new_zeros(batch, width)
-        block = DFlashBlock(slots, block_positions(lens, width), slots)
+        block = DFlashBlock(slots, block_positions(lens, self._at[:width]), slots)
         forward = block.forward_batch(rows, lens, lens_cpu)
         if draft:
-            forward.capture_hidden_mode = CaptureHiddenMode.NULL  # as in a step, for the graphs
+            block.capture_hidden_mode = forward.capture_hidden_mode = CaptureHiddenMode.NULL
             self.draft_model_runner.forward(forward)
         else:
             self._widths.use(width)

@@ -45,7 +45,7 @@ def test_accept(rows):
 def test_masked_block():
     block = masked_block(torch.tensor([7, 8]), 4, 99)
     assert block.tolist() == [[7, 99, 99, 99], [8, 99, 99, 99]]
-    assert block_positions(torch.tensor([0, 5]), 3).tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert block_positions(torch.tensor([0, 5]), torch.arange(3)).tolist() == [[0, 1, 2], [5, 6, 7]]
 
 
 @settings(max_examples=200)

@@ -47,7 +47,7 @@ def random_batch(runner, widths: list[int], seed: int):
     rows = torch.tensor(places, dtype=torch.int32).view(len(widths), 64)
     runner.req_to_token_pool.req_to_token[: len(widths), :64] = rows
     tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(most)] for _ in widths])
-    positions = block_positions(lens_cpu, most)
+    positions = block_positions(lens_cpu, torch.arange(most))
     slots = torch.stack(
         [row[n : n + most] for row, n in zip(rows.long(), lens_cpu.tolist(), strict=True)]
     )
