@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,33 @@ def together(run: InProcess, ids: list[list[int]]) -> list[list[int]]:
     return [list(req.output_ids) for req in reqs]
 
 
+def waits_of_steps(monkeypatch, run: InProcess) -> tuple[list[list[str]], int]:
+    """Of three steady greedy steps: the files of all calls that block, and waits for events."""
+    for prompt in prompts(4):
+        run.add(prompt, **N)
+    for _ in range(4):
+        run.step()
+    step, blocking, waits = run.worker.forward_batch_generation, [], []
+    wait = torch.cuda.Event.synchronize
+
+    def watched(batch):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            with monkeypatch.context() as patch:
+                noted = lambda event: waits.append(event) or wait(event)  # noqa: E731
+                patch.setattr(torch.cuda.Event, "synchronize", noted)
+                result = step(batch)
+            torch.cuda.set_sync_debug_mode("default")
+        blocking.append([w.filename for w in caught if "synchroniz" in str(w.message)])
+        return result
+
+    run.scheduler.model_worker.forward_batch_generation = watched
+    for _ in range(3):
+        run.step()
+    return blocking, len(waits)
+
+
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("ahead", ["off", "on"])
@@ -49,30 +77,16 @@ def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
     """Steady greedy decode waits for the device once: for what was committed."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     with engine(attention_backend=backend, page_size=page) as run:
-        for prompt in prompts(4):
-            run.add(prompt, **N)
-        for _ in range(4):
-            run.step()
-        step, counted, waits = run.worker.forward_batch_generation, [], []
-        wait = torch.cuda.Event.synchronize
+        assert waits_of_steps(monkeypatch, run) == ([[], [], []], 3)
 
-        def watched(batch):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                with monkeypatch.context() as patch:
-                    noted = lambda event: waits.append(event) or wait(event)  # noqa: E731
-                    patch.setattr(torch.cuda.Event, "synchronize", noted)
-                    result = step(batch)
-                torch.cuda.set_sync_debug_mode("default")
-            counted.append([str(w.message) for w in caught if "synchroniz" in str(w.message)])
-            return result
 
-        run.scheduler.model_worker.forward_batch_generation = watched
-        for _ in range(3):
-            run.step()
-    assert counted == [[], [], []]
-    assert len(waits) == 3
+@pytest.mark.parametrize("page", [1, 16])
+def test_what_flashinfers_plan_copies(monkeypatch, page):
+    """Three index tensors for the draft and three for the verify, and nothing else blocks."""
+    with engine(attention_backend="flashinfer", page_size=page) as run:
+        blocking, waits = waits_of_steps(monkeypatch, run)
+    packages = [[Path(file).parent.name for file in files] for files in blocking]
+    assert (packages, waits) == ([["flashinfer"] * 6] * 3, 3)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
