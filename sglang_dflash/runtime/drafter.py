@@ -45,7 +45,7 @@ class Drafter:
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
             block.probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
-        # Copies: the graphs of draft and target share memory, and the target runs next.
-        token_ids[:, 1:] = drafts
+        # Copies: the graphs of draft and target share memory. The block's flat ids are a view.
+        block.token_ids[:, 1:] = drafts
         block.capture_hidden_mode = CaptureHiddenMode.FULL
         return block
