@@ -54,6 +54,7 @@ class DFlashConfig:
     attention: tuple[LayerAttention, ...]  # a layer each
     rope: tuple[Rope, ...]  # a layer each
 
+    variable_block_size: bool = False  # trained on shorter blocks, too: fewer masks do no harm
     embedding_scale: float | None = None  # of raw token embeddings, None: as the target has them
     own_embedding: bool = False  # the checkpoint brings embed_tokens, else the target's serves
     draft_vocab_size: int | None = None  # rows of the checkpoint's own lm_head, None: the target's

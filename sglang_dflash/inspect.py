@@ -120,6 +120,11 @@ def _views(attention: tuple[LayerAttention, ...]) -> str:
     return "; ".join(f"{i}: {one(view)}" for i, view in enumerate(attention))
 
 
+def _block_size(draft: DFlashConfig) -> str:
+    size = f"{draft.block_size} ({draft.verify_width - 1} drafts)"
+    return f"up to {size}" if draft.variable_block_size else size
+
+
 def _ropes(ropes: tuple[Rope, ...]) -> str:
     distinct = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
     return "; ".join(f"theta {rope.theta:g} {rope.scaling or ''}".strip() for rope in distinct)
@@ -132,7 +137,7 @@ def show(report: Report, console: Console) -> None:
         table = Table(show_header=False)
         rows: dict[str, Any] = {
             "format": draft.format,
-            "block size": f"{draft.block_size} ({draft.verify_width - 1} drafts)",
+            "block size": _block_size(draft),
             "layers": f"{draft.num_layers} x {draft.hidden_size}",
             "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
             "layer ids, SGLang": list(draft.target_layer_ids),

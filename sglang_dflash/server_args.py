@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from functools import lru_cache
 from pathlib import Path
@@ -124,6 +125,19 @@ def handle_dflash(server_args: ServerArgs) -> None:
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
 
 
+def draft_server_args(server_args: ServerArgs, context_len: int) -> ServerArgs:
+    """What the draft's own worker is made of; its graphs are captured later."""
+    args = copy.deepcopy(server_args)
+    args.skip_tokenizer_init = args.disable_cuda_graph = True
+    args.attention_backend = server_args.speculative_draft_attention_backend
+    args.speculative_draft_attention_backend = None
+    args.prefill_attention_backend = args.decode_attention_backend = None
+    # With sample_from_anchor the draft reads one position fewer than the target verifies.
+    args.speculative_num_draft_tokens -= draft_config(server_args).sample_from_anchor
+    args.context_length = context_len
+    return args
+
+
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
     """The served block: an explicit flag, else the trained length."""
     given = {
@@ -146,7 +160,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
             f"A block of {size} does not fit --speculative-draft-window-size {window}: give at "
             f"least {size}."
         )
-    if size < longest:
+    if size < longest and not draft.variable_block_size:
         logger.warning(
             f"DFLASH: a block of {size}, but the draft was trained with {longest} and may draft "
             f"worse with fewer masks. --speculative-dflash-verify-width {size} keeps them."

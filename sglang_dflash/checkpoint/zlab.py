@@ -73,6 +73,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         max_position_embeddings=top.positive("max_position_embeddings"),
         attention=_attention(top, method, layer_types),
         rope=top.rope(layer_types),
+        variable_block_size=either("variable_block_size").boolean("variable_block_size", False),
         embedding_scale=either("input_embedding_scale").positive_number("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=tensors.rows("lm_head.weight"),

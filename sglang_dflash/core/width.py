@@ -29,13 +29,13 @@ class Survival:
         self._at = np.arange(block_size - 1)
 
     def __call__(self, probability: Array) -> Array:
-        """P(drafts 1..j are all accepted). probability: [B, N-1] -> [B, N-1]."""
+        """P(drafts 1..j are all accepted). probability: [B, N-1], 0 if not drafted -> [B, N-1]."""
         bins = _bins(probability)
         right, tried = self._right.sum(axis=0), self._tried.sum(axis=0)
         pooled = (right[bins] + PRIOR * probability) / (tried[bins] + PRIOR)
         here = self._right[self._at, bins] + PRIOR * pooled
         kept = here / (self._tried[self._at, bins] + PRIOR)
-        return np.cumprod(kept, axis=1)
+        return np.cumprod(kept * (probability > 0), axis=1)
 
     def observe(self, probability: Array, num_accepted: Array, widths: Array) -> None:
         """Learn from a step. num_accepted: [B]; widths: [B], how much of each block it verified."""
@@ -59,20 +59,6 @@ def best_width(survival: Array, seconds: Array) -> int:
     """
     commits = len(survival) + np.append(0, survival.sum(axis=0).cumsum())
     return int((commits / seconds).argmax()) + 1
-
-
-def best_widths(survival: Array, seconds: Array) -> Array:
-    """The width of each request, [B] int64 in 1..N, at which it commits most tokens a second.
-
-    survival, seconds: as for `best_width`; seconds of a step in which all requests have that width.
-
-    Each request by itself: all have to be finished, so what counts is the sum of what each takes
-    of the steps, not what a single step commits.
-    """
-    commits = np.ones((len(survival), len(seconds)))
-    commits[:, 1:] += survival.cumsum(axis=1)
-    best: Array = (commits / seconds).argmax(axis=1)
-    return best + 1
 
 
 class StepTimes:

@@ -35,10 +35,9 @@ class DFlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
-        self.head_dim = config.head_dim
-        self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
         size, dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.num_kv_heads = dim, max(1, kv_heads // tp_size)
 
         def linear(name: str) -> dict[str, Any]:
             prefix = f"layers.{layer_id}.self_attn.{name}"
@@ -46,15 +45,15 @@ class DFlashAttention(nn.Module):
 
         self.qkv_proj = QKVParallelLinear(size, dim, heads, kv_heads, **linear("qkv_proj"))
         self.o_proj = RowParallelLinear(heads * dim, size, **linear("o_proj"))
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary_emb
         view = config.attention[layer_id]
-        num_heads = config.num_heads // tp_size
+        num_heads = heads // tp_size
         self.attn = RadixAttention(
             num_heads,
-            config.head_dim,
-            scaling=config.head_dim**-0.5,
+            dim,
+            scaling=dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             layer_id=layer_id,
             # SGLang counts the tokens to the left; its window of 0 would mean none
@@ -62,8 +61,7 @@ class DFlashAttention(nn.Module):
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
         self.attn.anchored = view.window if view.anchored else None  # read by cpu/attention.py
-        self.q_size = num_heads * config.head_dim
-        self.kv_size = self.num_kv_heads * config.head_dim
+        self.q_size, self.kv_size = num_heads * dim, self.num_kv_heads * dim
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: ForwardBatch) -> Tensor:
         qkv, _ = self.qkv_proj(hidden)

@@ -7,17 +7,21 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sglang_dflash.core.block import block_positions, masked_block
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.width import BestWidths
 from sglang_dflash.runtime.window import DraftWindow
 
 
 class Drafter:
-    def __init__(self, runner: ModelRunner, slots: Slots, window: DraftWindow | None) -> None:
-        self._runner, self._slots, self._window = runner, slots, window
+    def __init__(
+        self, runner: ModelRunner, slots: Slots, window: DraftWindow | None, best: BestWidths | None
+    ) -> None:
+        self._runner, self._slots, self._window, self._best_widths = runner, slots, window, best
         self._mask_token_id = runner.model.dflash.mask_token_id
         # Where the anchor's position predicts a draft, the draft reads one position fewer.
         self._width = runner.server_args.speculative_num_draft_tokens
@@ -30,13 +34,16 @@ class Drafter:
         """The drafted block of every request; its slots hold the draft's K/V of the masks.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
-        seq_lens_cpu: on the host and at least these.
+        seq_lens_cpu: on the host and at least these. What is not worth its draft has a
+        probability of 0.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
         positions = block_positions(seq_lens, self._at)
         token_ids = masked_block(anchors, self._block_size, self._mask_token_id)
         block = DFlashBlock(token_ids, positions, self._slots.of(rows, positions))
         masked = block.first(self._width)
+        if self._best_widths is not None:
+            masked = self._best_widths.to_draft(masked, rows)
         masked.capture_hidden_mode = CaptureHiddenMode.NULL
         if self._window is not None:
             lens = self._window.lens(rows, *lens)
@@ -44,8 +51,9 @@ class Drafter:
         drafts = masked.padded(output.hidden_states)[:, self._width - self._block_size + 1 :]
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
-            block.probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
+            probability = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
+            block.probability = pad(probability, (0, self._block_size - 1 - drafts.shape[1]))
         # Copies: the graphs of draft and target share memory. The block's flat ids are a view.
-        block.token_ids[:, 1:] = drafts
+        block.token_ids[:, 1 : 1 + drafts.shape[1]] = drafts
         block.capture_hidden_mode = CaptureHiddenMode.FULL
         return block

@@ -100,10 +100,8 @@ class TargetDraw:
                 continue
             seed, position = rows.sampling_seed[at], positions[at]
             if sort:
-                filters = rows.top_ks[at], rows.top_ps[at], rows.min_ps[at], False
-                ids = top_k_top_p_min_p_sampling_from_probs_torch(
-                    probs[at], *filters, seed, position
-                )
+                how = rows.top_ks[at], rows.top_ps[at], rows.min_ps[at], False, seed, position
+                ids = top_k_top_p_min_p_sampling_from_probs_torch(probs[at], *how)
             else:
                 ids = sampling_from_probs_torch(probs[at], seed, position)
             drawn[at] = ids.long()

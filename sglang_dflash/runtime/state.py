@@ -152,8 +152,7 @@ class DFlashBlock(SpecInput):
         kv_indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         kv_indptr[1:] = lens.cumsum(0)
         qo_indptr = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
-        total = paged_kernel_lens_sum + width * rows
-        kv_indices = torch.empty(total, dtype=torch.int32, device=device)
+        kv_indices = kv_indptr.new_empty(paged_kernel_lens_sum + width * rows)
         table = (req_to_token, req_pool_indices, lens, kv_indptr, None, kv_indices)
         create_flashinfer_kv_indices_triton[(rows,)](*table, req_to_token.stride(0))
         return kv_indices, kv_indptr, qo_indptr, None

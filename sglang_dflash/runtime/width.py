@@ -7,13 +7,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
 
-from sglang_dflash.core.width import Array, StepTimes, Survival, best_width, best_widths
+from sglang_dflash.core.width import Array, StepTimes, Survival, best_width
+from sglang_dflash.cpu.widths import Outlook, best_widths
 from sglang_dflash.runtime.state import DFlashBlock
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 MOST_MEASURED = 64  # requests, in the rehearsal of steps
 PROBE = 50  # steps between two that verify all that was drafted, so that it is seen again
 REPEATS = 3
+
+Rehearse: TypeAlias = Callable[[int, int, bool], None]  # batch, width, a draft or a verify
 
 
 class Widths:
@@ -50,31 +55,49 @@ class BestWidths:
     """The widths whose expected commits a second are highest, chosen for every batch."""
 
     def __init__(
-        self, rehearse: Callable[[int, int, bool], None], widths: Sequence[int], runner: ModelRunner
+        self, rehearse: Rehearse, widths: Sequence[int], runner: ModelRunner, draft: ModelRunner
     ) -> None:
-        """rehearse(batch, width, draft) runs a draft or a verify; widths: ascending, N last."""
+        """widths: those to choose from, ascending, N last."""
         # Graphs and backends of a GPU serve one width, and so do SGLang's 3-D positions.
         self._apart = runner.device == "cpu" and not runner.model_is_mrope
         self._block_size = widths[-1]
         most = min(runner.server_args.max_running_requests, MOST_MEASURED)
-        whole = widths[-1:]  # drafts see all masks of a block: with fewer they are worse
-        self._drafting = StepTimes(_measured(rehearse, most, whole, True), whole)
-        self._verifying = StepTimes(_measured(rehearse, most, widths, False), widths)
+        self._cuts = self._apart and draft.model.dflash.variable_block_size
+        drafted = widths if self._cuts else widths[-1:]
+        self._drafting = _measured(rehearse, most, drafted, True)
+        self._verifying = _measured(rehearse, most, widths, False)
         self._survival = Survival(self._block_size)
+        self._outlook = Outlook(len(runner.req_to_token_pool.req_to_token), self._block_size)
         self._steps = itertools.count()
 
-    def to_verify(self, block: DFlashBlock) -> DFlashBlock:
+    def forget(self, rows: Tensor) -> None:
+        """New requests are in these rows, [B] int64."""
+        if self._cuts:
+            self._outlook.forget(rows.numpy())
+
+    def to_draft(self, masked: DFlashBlock, rows: Tensor) -> DFlashBlock:
+        """The part of a block of masks that is worth its draft: at least one of each request."""
+        if not self._cuts:
+            return masked
+        seconds = self._drafting.at(len(rows)) + self._verifying.at(len(rows))
+        widths = best_widths(self._outlook(rows.numpy()), seconds).clip(min=2)
+        return masked.cut(widths - self._block_size + masked.draft_token_num)
+
+    def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
         """The part of a drafted block that is worth its verify; the host waits for the draft."""
         assert block.probability is not None
-        said, batch = block.probability.cpu().numpy(), len(block.slots)
-        survival = self._survival(said)
-        seconds = self._drafting.at(batch)[-1] + self._verifying.at(batch)
+        said, batch = block.probability.cpu().numpy(), len(rows)
+        survival, drafts = self._survival(said), np.full(batch, self._block_size - 1)
+        if self._cuts:
+            drafts = (said > 0).sum(axis=1)
+            self._outlook.observe(rows.numpy(), survival, said > 0)
+        seconds = self._drafting.at(batch)[drafts, None] + self._verifying.at(batch)
         if next(self._steps) % PROBE == 0:
-            widths = np.full(batch, self._block_size)
+            widths = drafts + 1
         elif self._apart:
             widths = best_widths(survival, seconds)
         else:
-            widths = np.full(batch, best_width(survival, seconds))
+            widths = np.full(batch, best_width(survival, seconds[0]))
         self._verified = said, widths
         return block.cut(widths)
 
@@ -85,9 +108,7 @@ class BestWidths:
 
 
 @torch.inference_mode()
-def _measured(
-    rehearse: Callable[[int, int, bool], None], most: int, widths: Sequence[int], draft: bool
-) -> dict[tuple[int, int], float]:
+def _measured(rehearse: Rehearse, most: int, widths: Sequence[int], draft: bool) -> StepTimes:
     """Seconds of a draft or a verify on a grid of batches and widths, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
     grid = {1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else widths
@@ -98,4 +119,4 @@ def _measured(
         seconds[batch, width] = min(seconds[batch, width], time.perf_counter() - started)
     seconds = get_tp_group().broadcast_object(seconds, src=0)
     logger.info(f"DFLASH: seconds of a {'draft' if draft else 'verify'}: {seconds}")
-    return seconds
+    return StepTimes(seconds, widths)

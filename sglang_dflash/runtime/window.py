@@ -29,8 +29,7 @@ class DraftWindow:
 
         All [B] int64; seq_lens_cpu may be more than the true lengths.
         """
-        first = (seq_lens - self._window).clamp(min=0)
-        start = first // self._page_size * self._page_size
+        start = (seq_lens - self._window).clamp(min=0) // self._page_size * self._page_size
         table = self._target.req_to_token
         width = min(self.rows.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 
 import torch
@@ -33,7 +32,7 @@ from sglang_dflash.runtime.state import DFlashBlock, DFlashState
 from sglang_dflash.runtime.verifier import Verified, Verifier
 from sglang_dflash.runtime.width import BestWidths, Widths
 from sglang_dflash.runtime.window import DraftWindow
-from sglang_dflash.server_args import draft_config
+from sglang_dflash.server_args import draft_server_args
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +73,10 @@ class DFlashWorker:
         self._block_size, self._width = block_size, widths[-1]
         self._at = torch.arange(block_size, device=self.device)
         self._drafts_ahead = draft_ahead()
-        auto = len(widths) > 1
-        self.best_widths = BestWidths(self._rehearse, widths, self.model_runner) if auto else None
-        self.drafter = Drafter(runner, self.slots, window)
+        self.best_widths = None
+        if len(widths) > 1:
+            self.best_widths = BestWidths(self._rehearse, widths, self.model_runner, runner)
+        self.drafter = Drafter(runner, self.slots, window, self.best_widths)
         _keep_block_in_pool(target_worker, reserved)
         if place["tp_rank"] == 0:
             target = "/".join(sorted(set(server_args.get_attention_backends())))
@@ -96,8 +96,8 @@ class DFlashWorker:
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        best = self.best_widths
-        part = best.to_verify(block) if best else block.first(self._width)
+        best, rows = self.best_widths, batch.req_pool_indices
+        part = best.to_verify(block, rows) if best else block.first(self._width)
         verified = self.verifier.verify(batch, part)
         packed, copied = verified.to_host()
         self._write_accepted(verified)
@@ -141,6 +141,8 @@ class DFlashWorker:
             append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
         batch.spec_info = DFlashState(anchors)
+        if self.best_widths is not None:
+            self.best_widths.forget(batch.req_pool_indices)
         whole = not batch.is_prefill_only and all(r.inflight_middle_chunks <= 0 for r in batch.reqs)
         if self._drafts_ahead and whole and batch.check_decode_mem():
             self.slots.reserve(batch.reqs)
@@ -191,18 +193,7 @@ def _draft_worker(
     The draft's forward reads the target's embedding and LM head, which are bound only once both
     models exist; so its graphs are captured after that, not inside the constructor.
     """
-    draft = draft_config(server_args)
-    args = copy.deepcopy(server_args)
-    args.skip_tokenizer_init = True
-    args.disable_cuda_graph = True
-    args.attention_backend = server_args.speculative_draft_attention_backend
-    args.speculative_draft_attention_backend = None
-    args.prefill_attention_backend = args.decode_attention_backend = None
-    # With sample_from_anchor the draft reads one position fewer than the target verifies.
-    draft_width = server_args.speculative_num_draft_tokens - draft.sample_from_anchor
-    args.speculative_num_draft_tokens = draft_width
-    args.context_length = target.model_runner.model_config.context_len
-    _, allocator = target.get_memory_pool()
+    args = draft_server_args(server_args, target.model_config.context_len)
     saved = get_global_server_args()
     try:
         worker = TpModelWorker(
@@ -210,7 +201,7 @@ def _draft_worker(
             pp_rank=0,
             is_draft_worker=True,
             req_to_token_pool=rows,
-            token_to_kv_pool_allocator=allocator,
+            token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
             memory_pool_config=target.model_runner.memory_pool_config,
             **place,
         )

@@ -95,7 +95,6 @@ class Draft(nn.Module):
     def __init__(self, c: dict) -> None:
         super().__init__()
         hidden = c["hidden_size"]
-        self.block_size = c["block_size"]
         self.mask_token_id = c["dflash_config"]["mask_token_id"]
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.fc = nn.Linear(
@@ -108,17 +107,18 @@ class Draft(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(
-        self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding
+        self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding, size: int
     ) -> Tensor:
         """Hidden states of every block.
 
-        features: [B, S, K*H]; ids: [B, S] int64; anchors: [B, A] int64 positions. -> [B, A, N, H]
+        features: [B, S, K*H]; ids: [B, S] int64; anchors: [B, A] int64 positions; size:
+        of a block, N. -> [B, A, N, H]
         """
         batch, length = ids.shape
-        count, n = anchors.shape[1], self.block_size
-        block = torch.full((batch, count, n), self.mask_token_id, device=ids.device)
+        count = anchors.shape[1]
+        block = torch.full((batch, count, size), self.mask_token_id, device=ids.device)
         block[:, :, 0] = ids.gather(1, anchors)
-        offsets = torch.arange(n, device=ids.device)
+        offsets = torch.arange(size, device=ids.device)
         positions = (anchors[:, :, None] + offsets).flatten(1)
         context_positions = torch.arange(length, device=ids.device).expand(batch, -1)
         hidden_context = context_positions[:, None] >= anchors[:, :, None]

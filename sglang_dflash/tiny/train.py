@@ -45,6 +45,8 @@ ROW = 512  # tokens of a packed training row
 BATCH = 16  # rows of a step
 CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word problems
 CODE_SHARE_OF_DRAFT = 0.65  # of the draft's rows
+WHOLE_BLOCKS = 0.5  # of the draft's steps; the others have blocks of these sizes:
+SHORTER_BLOCKS = (2, 3, 4, 6, 8, 12)
 THETA = 1_000_000.0
 MAX_POSITIONS = 16_384
 
@@ -86,7 +88,11 @@ DRAFT: dict[str, Any] = {
     "layer_types": ["full_attention"] * 3,
     "use_sliding_window": False,
     "sliding_window": None,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5, 7, 8]},
+    "dflash_config": {
+        "mask_token_id": MASK,
+        "target_layer_ids": [1, 3, 5, 7, 8],
+        "variable_block_size": True,
+    },
 }
 
 
@@ -468,12 +474,14 @@ def train_draft(
     examples = _with_features(target, [row for row in rows if len(row["answer"]) > 4])
     chats = [example for example in examples if example[0][0] == IM_START]
     codes = [example for example in examples if example[0][0] != IM_START]
-    n = DRAFT["block_size"]
+    whole = DRAFT["block_size"]
     order = random.Random(2 + run.done)
 
-    def loss_of(features: Tensor, ids: Tensor, at: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(
+        features: Tensor, ids: Tensor, at: Tensor, sizes: Tensor, n: int
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, dtype=torch.bfloat16):
-            logits = F.linear(draft(features, ids, at, embed)[:, :, 1:], head)
+            logits = F.linear(draft(features, ids, at, embed, n)[:, :, 1:], head)
         where = at[:, :, None] + torch.arange(1, n, device=device)
         valid = (where < sizes[:, None, None]).float()
         labels = (
@@ -485,9 +493,9 @@ def train_draft(
         accepted = hits.cumprod(-1).sum(-1).mean()
         return (loss * _position_weights(loss.detach(), valid)).sum(), accepted
 
-    if compiled:
-        loss_of = torch.compile(loss_of, dynamic=True)
+    of_whole = torch.compile(loss_of, dynamic=True) if compiled else loss_of
     for bar in _progress(run, "draft"):
+        n = whole if order.random() < WHOLE_BLOCKS else order.choice(SHORTER_BLOCKS)
         of_code = int(CODE_SHARE_OF_DRAFT * batch)
         here = order.sample(codes, of_code) + order.sample(chats, batch - of_code)
         sizes = torch.tensor([len(ids) for ids, *_ in here], device=device)
@@ -497,7 +505,9 @@ def train_draft(
             [[order.randint(first, len(i) - 2) for _ in range(anchors)] for i, _, first in here],
             device=device,
         )
-        loss, accepted = loss_of(features.to(device), ids, at, sizes)
+        loss, accepted = (of_whole if n == whole else loss_of)(
+            features.to(device), ids, at, sizes, n
+        )
         run.step(loss)
         bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
     out = work / "draft"
@@ -513,9 +523,16 @@ def train_draft(
 
 @torch.inference_mode()
 def accept_length(
-    target: Qwen3ForCausalLM, draft: Draft, prompts: list[list[int]], answers: list[list[int]]
+    target: Qwen3ForCausalLM,
+    draft: Draft,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    size: int,
 ) -> float:
-    """(accepted drafts + verify steps) / verify steps of greedy DFlash along known answers."""
+    """(accepted drafts + verify steps) / verify steps of greedy DFlash along known answers.
+
+    size: of the blocks, anchor included.
+    """
     layers = [k + 1 for k in DRAFT["dflash_config"]["target_layer_ids"]]
     accepted = steps = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -525,7 +542,7 @@ def accept_length(
         anchor, end = len(prompt), ids.shape[1]
         while anchor < end - 1:
             at = torch.tensor([[anchor]], device=ids.device)
-            hidden = draft(features, ids, at, target.model.embed_tokens)[0, 0, 1:]
+            hidden = draft(features, ids, at, target.model.embed_tokens, size)[0, 0, 1:]
             drafts = target.lm_head(hidden).argmax(-1)[: end - 1 - anchor]
             agree = (drafts == ids[0, anchor + 1 : anchor + 1 + len(drafts)]).long().cumprod(0)
             accepted += int(agree.sum())
@@ -558,7 +575,9 @@ def evaluate(work: Path, device: str, count: int) -> dict[str, float]:
             right = [t == e.answer for t, e in zip(texts, examples, strict=True)]
             report["json_right"] = sum(right) / len(right)
         if draft is not None:
-            report[f"{kind}_accept_length"] = accept_length(target, draft, prompts, answers)
+            of = target, draft, prompts, answers
+            report[f"{kind}_accept_length"] = accept_length(*of, DRAFT["block_size"])
+            report[f"{kind}_accept_length_of_4"] = accept_length(*of, 4)
     return report
 
 

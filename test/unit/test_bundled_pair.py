@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sglang_dflash.checkpoint import load
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
+from sglang_dflash.flags import VERIFY_WIDTH
 from sglang_dflash.tiny import DRAFT, TARGET, data
 from sglang_dflash.tiny.train import _documents, chat_ids
 from test.inprocess import InProcess
+from test.worker.conftest import verify_parts
 
 REPO = Path(__file__).parents[2]
 WEIGHTS = (TARGET / "model.safetensors", DRAFT / "model.safetensors")
@@ -37,7 +39,7 @@ def test_weights_are_small_and_bf16():
 def test_draft_is_zlab_and_fits_the_target():
     draft, tensors = load(DRAFT)
     config = AutoConfig.from_pretrained(TARGET)
-    assert (draft.format, draft.block_size) == ("zlab", 16)
+    assert (draft.format, draft.block_size, draft.variable_block_size) == ("zlab", 16, True)
     assert config.head_dim == draft.head_dim == 128  # prebuilt GPU kernels serve it
     target = Target(str(TARGET), config.num_hidden_layers, config.hidden_size, config.vocab_size)
     assert misfits(draft, target) == []
@@ -117,6 +119,26 @@ def test_accept_length(served, kind):
     accepted = sum(req.spec_num_correct_drafts for _, req in served[kind])
     steps = sum(req.spec_verify_ct for _, req in served[kind])
     assert (accepted + steps) / steps >= GOALS[kind]
+
+
+@pytest.mark.parametrize("kind", GOALS)
+def test_short_blocks_lose_nothing(kind, monkeypatch):
+    """What `variable_block_size` says: 4 masks accept what the first 4 of a whole block do."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    reached = []
+    with InProcess(
+        str(TARGET), str(DRAFT), max_total_tokens=8192, max_running_requests=COUNT
+    ) as engine:
+        for masks in (4, 16):
+            engine.worker.best_widths.to_draft = lambda block, _, masks=masks: block.first(masks)
+            verify_parts(engine, lambda block: block.first(4))
+            examples = data.held_out(kind, COUNT, seed=3)
+            reqs = [engine.add(_ids(example), max_new_tokens=128) for example in examples]
+            engine.run(*reqs)
+            reached.append(
+                sum(len(r.output_ids) for r in reqs) / sum(r.spec_verify_ct for r in reqs)
+            )
+    assert reached[0] > 0.95 * reached[1]
 
 
 def test_word_problems_are_solved(served):

@@ -35,12 +35,14 @@ def test_zlab(tmp_path):
     assert config.rope == (Rope(10_000.0),) * 2
     assert config.attention == (LayerAttention(),) * 2
     assert config.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 32
+    assert not config.variable_block_size  # only where the checkpoint says so
 
 
 @pytest.mark.parametrize("place", ["top", "dflash_config"])
 def test_zlab_fields_in_either_place(tmp_path, place):
     fields = {"block_size": 5, "num_target_layers": 9, "mask_token_id": 11, "target_layer_ids": [1]}
     config = without(draft_config(), *fields)
+    fields["variable_block_size"] = True
     if place == "top":
         config |= fields
     else:
@@ -48,6 +50,7 @@ def test_zlab_fields_in_either_place(tmp_path, place):
     got = load_config(write(tmp_path, config))
     assert (got.block_size, got.num_target_layers, got.mask_token_id) == (5, 9, 11)
     assert got.target_layer_ids == (1,)
+    assert got.variable_block_size
 
 
 def test_default_layer_ids():
@@ -72,6 +75,7 @@ def test_default_layer_ids():
         ({"dflash_config": {"target_layer_ids": [1, True]}}, "ascending"),
         ({"dflash_config": {"output_multiplier": -1.0}}, "output_multiplier = -1.0"),
         ({"dflash_config": {"final_logit_softcapping": 0}}, "final_logit_softcapping = 0"),
+        ({"dflash_config": {"variable_block_size": 1}}, "variable_block_size = 1"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),

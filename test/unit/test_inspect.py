@@ -43,7 +43,7 @@ def test_json(capsys):
 def test_for_people(capsys):
     assert main(["inspect", str(DRAFT), "--target", str(TARGET)]) == 0
     out = capsys.readouterr().out
-    for words in ("zlab", "16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
+    for words in ("zlab", "up to 16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
         assert words in out
 
 

@@ -19,5 +19,6 @@ import sglang_dflash.core.penalties, sglang_dflash.kernels.context_kv
 import sglang_dflash.config, sglang_dflash.checkpoint, sglang_dflash.checkpoint.fit
 import sglang_dflash.checkpoint.loading, sglang_dflash.core.width, sglang_dflash.core.simulate
 import sglang_dflash.cpu.argmax, sglang_dflash.cpu.context_kv
+import sglang_dflash.cpu.widths
 """
     subprocess.run([sys.executable, "-c", code], check=True)

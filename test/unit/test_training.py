@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sglang_dflash.tiny.draft_model import Draft
 from sglang_dflash.tiny.train import DRAFT, VOCAB, _position_weights
 
 
-def test_a_block_sees_the_context_before_its_anchor_and_itself():
+@pytest.mark.parametrize("size", [DRAFT["block_size"], 3])
+def test_a_block_sees_the_context_before_its_anchor_and_itself(size):
     """Blocks of one forward equal blocks alone, whatever stands at and behind their anchors."""
     torch.manual_seed(0)
     draft, hidden = Draft(DRAFT), DRAFT["hidden_size"]
@@ -16,17 +18,18 @@ def test_a_block_sees_the_context_before_its_anchor_and_itself():
     features = torch.randn(2, 40, draft.fc.in_features)
     ids, anchors = torch.randint(4, VOCAB, (2, 40)), torch.tensor([[5, 20, 33], [1, 2, 39]])
     with torch.no_grad():
-        together = draft(features, ids, anchors, embed)
-        assert together.shape == (2, 3, DRAFT["block_size"], hidden)
+        together = draft(features, ids, anchors, embed, size)
+        assert together.shape == (2, 3, size, hidden)
         for row, at in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
             end = int(anchors[row, at])
             seen = torch.cat([features[row, :end], torch.randn(7, features.shape[2])])[None]
             known = torch.cat([ids[row, : end + 1], torch.randint(4, VOCAB, (6,))])[None]
-            alone = draft(seen, known, anchors[None, row, at : at + 1], embed)
+            alone = draft(seen, known, anchors[None, row, at : at + 1], embed, size)
             torch.testing.assert_close(together[row, at], alone[0, 0], atol=1e-5, rtol=0)
             before = features[row : row + 1].clone()
             before[:, end - 1] += 1
-            other = draft(before, ids[row : row + 1], anchors[row : row + 1, at : at + 1], embed)
+            here = anchors[row : row + 1, at : at + 1]
+            other = draft(before, ids[row : row + 1], here, embed, size)
             assert (other[0, 0] - together[row, at]).abs().max() > 1e-3
 
 

@@ -75,7 +75,7 @@ def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) 
     """Verify this part of every block, whatever pays; what it teaches is learnt all the same."""
     best = engine.worker.best_widths
 
-    def to_verify(block: DFlashBlock) -> DFlashBlock:
+    def to_verify(block: DFlashBlock, _: Any) -> DFlashBlock:
         verified = part(block)
         best._verified = block.probability.cpu().numpy(), np.array(verified.lens)
         return verified
@@ -85,15 +85,16 @@ def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) 
 
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
-    """Makes an engine verify, of each request, any part of its block."""
+    """Makes an engine draft and verify, of each request, any part of its block."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     rng = random.Random(8)
 
-    def some(block: DFlashBlock) -> DFlashBlock:
-        return block.cut(np.array([rng.randint(1, block.draft_token_num) for _ in block.slots]))
+    def some(block: DFlashBlock, least: int) -> DFlashBlock:
+        return block.cut(np.array([rng.randint(least, block.draft_token_num) for _ in block.slots]))
 
     def cut(engine: InProcess) -> None:
-        verify_parts(engine, some)
+        engine.worker.best_widths.to_draft = lambda block, _: some(block, least=2)
+        verify_parts(engine, lambda block: some(block, least=1))
 
     return cut
 

@@ -78,6 +78,13 @@ def test_block_size_flags_are_honoured(target, draft, size, flag, caplog):
     assert ("trained with 8" in caplog.text) == (size < 8)
 
 
+def test_a_draft_of_any_size_needs_no_warning(target, tmp_path, caplog):
+    config = draft_config(dflash_config={"variable_block_size": True})
+    path = str(write_draft(tmp_path, config, draft_weights(config)))
+    assert arguments(target, path, speculative_num_draft_tokens=5).speculative_num_draft_tokens == 5
+    assert "trained with" not in caplog.text
+
+
 def test_block_size_comes_from_the_draft(target, draft):
     assert arguments(target, draft).speculative_num_draft_tokens == 8
 
