@@ -1,4 +1,4 @@
-"""How much of a drafted block is verified: as much as pays best."""
+"""How much of a block is drafted, and how much of that verified: as much as pays best."""
 
 from __future__ import annotations
 
