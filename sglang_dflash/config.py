@@ -34,7 +34,7 @@ class DFlashConfig:
 
     path: str
     format: str  # adapter that read it, as in `checkpoint.FORMATS`
-    block_size: int  # tokens that the draft reads at once in training, anchor included
+    block_size: int  # the most tokens that the draft read at once in training, anchor included
     sample_from_anchor: bool  # position j predicts token j + 1, the anchor's position too
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # ascending

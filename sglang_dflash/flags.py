@@ -29,8 +29,8 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         action=_ToEnvironment,
         const=VERIFY_WIDTH,
         metavar="{full,N,auto}",
-        help="How many positions of a DFLASH block the target verifies; auto: as many as pay. "
-        "Default: auto on a CPU, full on CUDA.",
+        help="How many positions of a DFLASH block the target verifies; auto: as many as pay, "
+        "and no more are drafted where the draft stands it. Default: auto on a CPU, full on CUDA.",
     )
     parser.add_argument(
         "--speculative-dflash-draft-ahead",

@@ -76,7 +76,7 @@ class BestWidths:
             self._outlook.forget(rows.numpy())
 
     def to_draft(self, masked: DFlashBlock, rows: Tensor) -> DFlashBlock:
-        """The part of a block of masks that is worth its draft: at least one of each request."""
+        """The part of a block of masks that is worth its draft: at least one draft a request."""
         if not self._cuts:
             return masked
         seconds = self._drafting.at(len(rows)) + self._verifying.at(len(rows))

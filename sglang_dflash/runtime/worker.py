@@ -154,7 +154,7 @@ class DFlashWorker:
     def _rehearse(self, batch: int, width: int, draft: bool) -> None:
         """The draft's forward, or the target's and the context KV of it, without requests."""
         if draft:
-            width = min(width, self.draft_model_runner.server_args.speculative_num_draft_tokens)
+            width = max(1, width - self.draft_model_runner.model.dflash.sample_from_anchor)
         seen = self.server_args.speculative_draft_window_size or 256
         length = min(seen, 256, self.model_config.context_len - self._block_size)
         lens_cpu = torch.full((batch,), length)

@@ -121,16 +121,19 @@ def test_accept_length(served, kind):
     assert (accepted + steps) / steps >= GOALS[kind]
 
 
-@pytest.mark.parametrize("kind", GOALS)
+@pytest.mark.parametrize("kind", ["word", "code"])
 def test_short_blocks_lose_nothing(kind, monkeypatch):
-    """What `variable_block_size` says: 4 masks accept what the first 4 of a whole block do."""
+    """What `variable_block_size` says: a block of 4 accepts what the first 4 of a whole one do.
+
+    Before the draft was trained for it that was 0.88 of it on word problems, 0.80 on code.
+    """
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     reached = []
     with InProcess(
         str(TARGET), str(DRAFT), max_total_tokens=8192, max_running_requests=COUNT
     ) as engine:
-        for masks in (4, 16):
-            engine.worker.best_widths.to_draft = lambda block, _, masks=masks: block.first(masks)
+        for size in (4, 16):
+            engine.worker.best_widths.to_draft = lambda block, _, size=size: block.first(size)
             verify_parts(engine, lambda block: block.first(4))
             examples = data.held_out(kind, COUNT, seed=3)
             reqs = [engine.add(_ids(example), max_new_tokens=128) for example in examples]
