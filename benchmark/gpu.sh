@@ -1,51 +1,121 @@
 #!/bin/bash
-# Ours, the built-in and no speculation on a CUDA GPU: dummy Qwen3-8B shapes at SIMULATED accept
-# length 6.36, then the bundled pair's exactness and the time of a step. Uses $PYTHON, needs nothing
-# outside the repo, ends inside 9 minutes, writes its JSON to $OUT as it goes.
+# What only a GPU can show, a rung at a time; each ends within 9 minutes.
+#
+#   benchmark/gpu.sh RUNG...     kernels | tests | exact | speed | trace | rest
+#
+#   kernels  our kernel against its twin, one batch on every backend, with graphs and without
+#   tests    all of test/gpu
+#   exact    tokens against those of no speculation: bf16 on every backend, fp32 on triton
+#   speed    8B shapes, SIMULATED acceptance: no speculation, the built-in, ours
+#   trace    a profile of ten steps, ours and the built-in's
+#   rest     flashinfer and pages, draft-ahead off, widths and sampling with the bundled pair
+#
+# PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
+# BUNDLE  folder of unpack.sh and bundle/, which install SGLang offline; unset: it is installed
+# OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
+# DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3}
-OUT=${OUT:-benchmark/results/gpu}
+PYTHON=${PYTHON:-python3} OUT=${OUT:-benchmark/results/gpu}
+export SGLANG_LOG_MS=1 PYTHONUNBUFFERED=1
+mkdir -p "$OUT"
 
-if ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; then
-  echo "No CUDA GPU that $PYTHON can use: nothing is measured."
-  exit 0
+if [ -n "${BUNDLE:-}" ]; then
+  bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle" >/tmp/unpacked || exit 1
+  eval "$(grep ^export /tmp/unpacked)"
+fi
+if [ -z "${DRY_RUN:-}" ] && ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+  echo "No CUDA GPU that $PYTHON can use: nothing is measured." >&2
+  exit 1
 fi
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-mkdir -p "$OUT"
+export TMPDIR=$work/logs
+mkdir -p "$TMPDIR"
+finish() {
+  tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' logs 2>/dev/null
+  rm -rf "$work"
+}
+trap finish EXIT
 export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" -m benchmark.entry_points "$work/site" || exit 1
-"$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
 
-# part SECONDS NAME COMMAND...: at most SECONDS, and no more than is left of 9 minutes.
+# part SECONDS NAME COMMAND...: its output goes to a log that comes back, its end to the screen.
 part() {
-  local left=$((510 - SECONDS))
-  local most=$(($1 < left ? $1 : left))
-  if ((most < 45)); then
-    echo "LEFT OUT: $2, no time." >&2
-    return
-  fi
-  echo "== $2 (at most $most s)" >&2
-  timeout --kill-after=12 "$most" "${@:3}" || echo "$2: ended with status $?" >&2
+  local began=$SECONDS log="$TMPDIR/$2.log" status
+  timeout --signal=INT --kill-after=15 "$1" "${@:3}" >"$log" 2>&1
+  status=$?
+  tail -n "${TAIL:-25}" "$log"
+  echo "== $2: status $status after $((SECONDS - began)) s$([ $status = 0 ] || echo "; read logs/$2.log")"
+  return $status
 }
 
-random="--load-format dummy --speculative-draft-load-format dummy"
-dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$random")
-for backend in flashinfer fa3; do
-  part 180 "sweep with $backend, SIMULATED acceptance" "$PYTHON" -m benchmark.sweep "${dummy[@]}" \
-    --attention-backend $backend --simulate-accept-length 6.36 --ignore-eos --mix \
-    --prompts 32 --per-slot 6 --concurrency 1,8,32 --repeats 2 --out "$OUT/dummy_8b_$backend.json"
+if [ -n "${DRY_RUN:-}" ]; then
+  export DFLASH_DRY_RUN=1
+  workers=2 dummy=(--max-total-tokens 16384 --max-running-requests 4 --threads 1)
+  few=(--prompts 3 --max-tokens 16 --max-total-tokens 8192 --threads 1)
+  load=(--prompts 4 --per-slot 1 --concurrency 1,2 --max-tokens 32 --repeats 1)
+  backend() { :; } # the one that a CPU has
+else
+  workers=8
+  "$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
+  flags="--load-format dummy --speculative-draft-load-format dummy --disable-piecewise-cuda-graph"
+  flags="$flags --cuda-graph-bs 1 8 32 --mem-fraction-static 0.9"
+  dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
+  few=(--prompts 192 --max-total-tokens 16384)
+  load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
+  backend() { echo --attention-backend "$1"; }
+fi
+few+=(--max-running-requests 8)
+simulated=(--simulate-accept-length 6.36 --ignore-eos --mix)
+
+tests() { # NAME SECONDS ARGUMENTS...
+  part "$2" "$1" "$PYTHON" -m pytest -q -p no:cacheprovider -n $workers --dist worksteal \
+    --durations 6 --timeout 150 --maxfail 25 test/gpu "${@:3}"
+}
+exact() { # NAME ARGUMENTS...
+  TAIL=3 part 400 "exact_$1" "$PYTHON" -m benchmark.exactness --out "$OUT/exact_$1.json" \
+    "${few[@]}" "${@:2}"
+}
+
+kernels() {
+  tests kernels 300 -k "kernel or (all_kinds and 1-)"
+}
+tests_() {
+  tests tests 520 --deselect test/gpu/test_quantised.py
+}
+exact_() {
+  local each
+  exact fa3 $(backend fa3) &
+  exact flashinfer $(backend flashinfer) &
+  exact triton $(backend triton) --page-size 16 &
+  TRITON_F32_DEFAULT=ieee exact triton_fp32 $(backend triton) --dtype float32 &
+  wait
+}
+speed() {
+  part 500 speed "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
+    $(backend fa3) --sides "${SIDES:-none,builtin,ours}" --out "$OUT/speed_fa3.json"
+}
+trace() {
+  TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
+    --sides "${SIDES:-ours,builtin}" ${DRY_RUN:+--tokens 600} --out "$OUT"
+}
+rest() {
+  SGLANG_DFLASH_DRAFT_AHEAD=off part 200 not_ahead "$PYTHON" -m benchmark.sweep "${dummy[@]}" \
+    "${simulated[@]}" "${load[@]}" $(backend fa3) --sides ours --out "$OUT/speed_fa3_not_ahead.json"
+  part 260 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
+    $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
+  part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
+    --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
+  part 200 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
+}
+
+status=0
+for rung in "${@:-kernels}"; do
+  case $rung in
+    kernels | speed | trace | rest) $rung ;;
+    tests | exact) "${rung}_" ;;
+    *) echo "No rung $rung: kernels, tests, exact, speed, trace, rest." >&2; exit 2 ;;
+  esac || status=1
 done
-part 110 "exactness of the bundled pair" "$PYTHON" -m sglang_dflash.cli demo --json |
-  tee "$OUT/exactness.json"
-SGLANG_DFLASH_DRAFT_AHEAD=on part 150 "fa3, drafting ahead, two widths, SIMULATED acceptance" \
-  "$PYTHON" -m benchmark.sweep "${dummy[@]}" --sides ours --attention-backend fa3 \
-  --verify-width full,auto --simulate-accept-length 6.36 --ignore-eos --mix \
-  --prompts 32 --per-slot 6 --concurrency 1,8,32 --repeats 2 --out "$OUT/dummy_8b_fa3_ahead.json"
-part 120 "time of a step, SIMULATED acceptance" "$PYTHON" -m benchmark.step_cost "${dummy[@]}" \
-  --sides ours,builtin,none --contexts 64,2048 --max-total-tokens 98304 --json \
-  --out "$OUT/step_cost.json"
-"$PYTHON" -m benchmark.plot "$OUT"/dummy_8b_*.json "$OUT"/step_cost.json 2>/dev/null ||
-  echo "No plots: $PYTHON has no matplotlib, or nothing was measured."
+exit $status

@@ -35,8 +35,17 @@ class Answer:
 
 def accept_length(answers: list[Answer]) -> float:
     """Tokens that a verify step commits; the first of an answer comes from prefill. Else 1."""
-    steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
-    return round(sum(answer.tokens - 1 for answer in answers) / steps, 4) if steps else 1.0
+    return _tokens_a_step([(answer.tokens, answer.meta) for answer in answers])
+
+
+def accept_length_of(metas: list[dict[str, Any]]) -> float:
+    """The same of answers that are known by their meta_info alone."""
+    return _tokens_a_step([(meta["completion_tokens"], meta) for meta in metas])
+
+
+def _tokens_a_step(answers: list[tuple[int, dict[str, Any]]]) -> float:
+    steps = sum(meta.get("spec_verify_ct", 0) for _, meta in answers)
+    return round(sum(tokens - 1 for tokens, _ in answers) / steps, 4) if steps else 1.0
 
 
 def answer_all(url: str, prompts: list[Prompt], settings: Settings) -> tuple[list[Answer], float]:

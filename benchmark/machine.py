@@ -46,7 +46,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with + where files differ from it; "unknown" outside of one."""
+    """The checkout's commit, with + where files differ from it; outside of one, $COMMIT."""
     root = Path(__file__).parent
 
     def git(*command: str) -> str:
@@ -57,4 +57,4 @@ def _commit() -> str:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("diff", "HEAD") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")

@@ -38,7 +38,7 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         const=DRAFT_AHEAD,
         metavar="{on,off}",
         help="Queue the draft of the next DFLASH block before the host handles results. "
-        "Default: off.",
+        "Default: on with fa3 and triton, else off.",
     )
 
 
@@ -62,9 +62,15 @@ def verify_widths(server_args: Any) -> tuple[int, ...]:
     return (int(asked),)
 
 
-def draft_ahead() -> bool:
-    """Whether the next block is drafted before the host has seen what was committed."""
-    asked = os.environ.get(DRAFT_AHEAD, "off")
+def draft_ahead(server_args: Any) -> bool:
+    """Whether the next block is drafted before the host has seen what was committed.
+
+    FlashInfer's `plan` waits for the device, so nothing is gained there; nor is it on a CPU.
+    """
+    backends = {*server_args.get_attention_backends()}
+    backends.add(server_args.speculative_draft_attention_backend)
+    gains = server_args.device == "cuda" and backends <= {"fa3", "triton"}
+    asked = os.environ.get(DRAFT_AHEAD, "on" if gains else "off")
     if asked not in ("on", "off"):
         raise Refusal(
             f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {asked!r} does not work: give on "
@@ -78,4 +84,4 @@ def reserved_tokens(server_args: Any) -> int:
 
     A block drafted ahead lies behind all that the step before it may commit, which is one block.
     """
-    return int(server_args.speculative_num_draft_tokens) * (2 if draft_ahead() else 1)
+    return int(server_args.speculative_num_draft_tokens) * (2 if draft_ahead(server_args) else 1)

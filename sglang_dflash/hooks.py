@@ -193,6 +193,15 @@ def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> i
     )
 
 
+def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER `ModelRunner._get_attention_backend_from_str`: a last block ends behind the context.
+
+    FA3's page tables are as wide as the context; rows behind it would be read from nowhere.
+    """
+    if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
+        backend.max_context_len += runner.server_args.speculative_num_draft_tokens
+
+
 def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:
     """REPLACE `scale_kv_cell_size_per_token_for_dflash`: `cell_size` has counted the draft."""
     return target_cell_size_per_token

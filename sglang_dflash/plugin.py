@@ -119,6 +119,12 @@ DFLASH_HOOKS = (
         "the draft's KV has its own heads and layers",
     ),
     Hook(
+        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
+        "AFTER",
+        "hooks:room_for_a_block",
+        "FA3's page tables end at the context, a verify up to a block behind it",
+    ),
+    Hook(
         "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash",
         "REPLACE",
         "hooks:cell_size_is_counted",

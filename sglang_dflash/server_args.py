@@ -116,17 +116,25 @@ def handle_dflash(server_args: ServerArgs) -> None:
     _check_target(server_args, draft)
     _check_draft(server_args, draft, tensors)
     verify_widths(server_args)
-    draft_ahead()
+    draft_ahead(server_args)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = 48
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
+    # SGLang's piecewise graphs never run a forward that hands out hidden states.
+    server_args.disable_piecewise_cuda_graph = True
+    # Fused with the next norm, a layer's all-reduce comes after its hidden states are captured.
+    server_args.enable_flashinfer_allreduce_fusion = False
     # The draft's weights never arrive with an update of the target's: keep a copy over a release.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
 
 
-def draft_server_args(server_args: ServerArgs, context_len: int) -> ServerArgs:
-    """What the draft's own worker is made of; its graphs are captured later."""
+def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dtype) -> ServerArgs:
+    """What the draft's own worker is made of; its graphs are captured later.
+
+    context_len, dtype: the target's. The draft reads the target's states and embeddings as they
+    are, so it computes in their dtype, whatever its own checkpoint has.
+    """
     args = copy.deepcopy(server_args)
     args.skip_tokenizer_init = args.disable_cuda_graph = True
     args.attention_backend = server_args.speculative_draft_attention_backend
@@ -135,6 +143,8 @@ def draft_server_args(server_args: ServerArgs, context_len: int) -> ServerArgs:
     # With sample_from_anchor the draft reads one position fewer than the target verifies.
     args.speculative_num_draft_tokens -= draft_config(server_args).sample_from_anchor
     args.context_length = context_len
+    args.dtype = str(dtype).removeprefix("torch.")
+    args.kv_cache_dtype = "auto"
     return args
 
 

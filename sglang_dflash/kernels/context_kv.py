@@ -61,22 +61,22 @@ def launch_store(
     )
 
 
-@triton.jit
-def _store(
-    kv: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    slots: Tensor,
-    addresses: Tensor,
-    ropes: int,
+@triton.jit  # annotations but tl.constexpr would be globals to Triton's compiler, and are refused
+def _store(  # type: ignore[no-untyped-def]
+    kv,  # [n, L, 2, heads, D]
+    norm_weight,  # [L, D]
+    eps,
+    cos_sin,  # [n, ropes, D]
+    slots,  # [n] int64
+    addresses,  # [2, L] int64
+    ropes,
     heads: tl.constexpr,
     dim: tl.constexpr,
     padded: tl.constexpr,
-) -> None:
+):
     token, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     layers = tl.num_programs(1)
-    kind = kv.dtype.element_ty  # type: ignore[attr-defined]  # a pointer here
+    kind = kv.dtype.element_ty
     half = tl.arange(0, padded)
     real = half < dim // 2
     here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half

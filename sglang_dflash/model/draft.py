@@ -140,6 +140,7 @@ class DFlashDraftModel(nn.Module):
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
 
+    @torch.no_grad()  # SGLang captures graphs without it
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
@@ -157,6 +158,11 @@ class DFlashDraftModel(nn.Module):
         hidden, _ = self.norm(hidden, residual)
         predicted = self.vocabulary.predict(hidden, self.weigh)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Tokens to the left of the widest window, for which SGLang's Triton backend lists KV."""
+        windows = [view.window for view in self.dflash.attention if view.window is not None]
+        return max(windows) - 1 if windows else None
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.vocabulary.embed(input_ids)

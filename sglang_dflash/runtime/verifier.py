@@ -65,27 +65,42 @@ class Verifier:
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang leaves a prompt's behind
         self._widths.use(block.draft_token_num)
+        simulated = self._simulate(batch, block) if self._simulated > 0 else None
         result = self._target.forward_batch_generation(view, is_verify=True)
         drawn = self._draw(result.logits_output.next_token_logits, batch, block.positions, block)
         target_ids = block.padded(drawn)
-        num_accepted, bonus = self._accept(batch, block, target_ids)
+        num_accepted, bonus = self._accept(batch, block, target_ids, simulated)
         return Verified(block, target_ids, num_accepted, bonus, result)
 
+    def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+        """How many drafts SGLANG_SIMULATE_ACC_LEN accepts of each request, [B] int64.
+
+        Copied before the verify is queued, so that the copy waits for nothing.
+        """
+        each = zip(batch.reqs, block.lens, strict=True)
+        right = [
+            simulated_commit(req.spec_verify_ct, self._simulated, most) - 1 for req, most in each
+        ]
+        device = block.token_ids.device
+        on_host = torch.tensor(right, pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
+
     def _accept(
-        self, batch: ScheduleBatch, block: DFlashBlock, target_ids: Tensor
+        self,
+        batch: ScheduleBatch,
+        block: DFlashBlock,
+        target_ids: Tensor,
+        simulated: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`accept`, except in two cases.
 
-        SGLANG_SIMULATE_ACC_LEN accepts as many drafts as its sequence says. Custom logit processors
-        are user code that reads the request: they run on the anchor's row alone, so such a
-        request's drafts count as wrong and it commits one token a step.
+        simulated: [B] int64, accepted in its place. Custom logit processors are user code that
+        reads the request: they run on the anchor's row alone, so such a request's drafts count as
+        wrong and it commits one token a step.
         """
         width, info = block.draft_token_num, batch.sampling_info
-        if (mean := self._simulated) > 0:
-            each = zip(batch.reqs, block.lens, strict=True)
-            right = [simulated_commit(req.spec_verify_ct, mean, most) - 1 for req, most in each]
-            accepted = torch.tensor(right, device=target_ids.device)
-            return accepted, target_ids.gather(1, accepted[:, None]).squeeze(1)
+        if simulated is not None:
+            return simulated, target_ids.gather(1, simulated[:, None]).squeeze(1)
         tokens = block.token_ids
         if block.real is not None:
             tokens = tokens.masked_fill(~block.real, -1)

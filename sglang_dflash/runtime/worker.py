@@ -72,7 +72,7 @@ class DFlashWorker:
         use_graphs(self.model_runner, runner)
         self._block_size, self._width = block_size, widths[-1]
         self._at = torch.arange(block_size, device=self.device)
-        self._drafts_ahead = draft_ahead()
+        self._drafts_ahead = draft_ahead(server_args)
         self.best_widths = None
         if len(widths) > 1:
             self.best_widths = BestWidths(self._rehearse, widths, self.model_runner, runner)
@@ -101,6 +101,9 @@ class DFlashWorker:
         verified = self.verifier.verify(batch, part)
         packed, copied = verified.to_host()
         self._write_accepted(verified)
+        if self._drafts_ahead and batch.return_hidden_states:
+            # The draft's graph may write where the graph of a narrower verify left them.
+            verified.output.hidden_states = verified.output.hidden_states.clone()
         batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
         copied.synchronize()
         if best is not None:
@@ -193,7 +196,8 @@ def _draft_worker(
     The draft's forward reads the target's embedding and LM head, which are bound only once both
     models exist; so its graphs are captured after that, not inside the constructor.
     """
-    args = draft_server_args(server_args, target.model_config.context_len)
+    config = target.model_config
+    args = draft_server_args(server_args, config.context_len, config.dtype)
     saved = get_global_server_args()
     try:
         worker = TpModelWorker(

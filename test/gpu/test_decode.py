@@ -9,38 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from transformers import AutoTokenizer
 
 from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
-from sglang_dflash.tiny import DRAFT, TARGET, data
+from test.gpu.conftest import DRY_RUN, ON_GPU, N, engine, prompts, together
 from test.inprocess import InProcess
 from test.worker.conftest import verify_parts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = ON_GPU
 
-TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
-N = {"max_new_tokens": 96, "ignore_eos": True}
 NEAR_TIE = 0.5  # between logits of bf16, whose unit at 32 is 0.25
-
-
-def prompts(count: int) -> list[list[int]]:
-    examples = data.held_out("word", count, seed=4)
-    return [TOKENIZER.encode(example.prompt) for example in examples]
-
-
-def engine(draft: bool = True, **flags) -> InProcess:
-    flags = {"dtype": "bfloat16", "mem_fraction_static": 0.3, "max_running_requests": 8} | flags
-    return InProcess(str(TARGET), str(DRAFT) if draft else None, **flags)
-
-
-def together(run: InProcess, ids: list[list[int]]) -> list[list[int]]:
-    reqs = [run.add(prompt, **N) for prompt in ids]
-    run.run(*reqs)
-    return [list(req.output_ids) for req in reqs]
 
 
 def waits_of_steps(monkeypatch, run: InProcess) -> tuple[list[list[str]], int]:
@@ -175,11 +153,13 @@ def test_where_texts_part_is_a_near_tie(backend):
             assert margins[req.rid, parted] < NEAR_TIE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_context_kv_kernel(dtype):
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_context_kv_kernel(dtype, dim):
     """The compiled kernel against its twin."""
     torch.manual_seed(0)
-    n, layers, heads, dim, size = 300, 5, 8, 128, 4096
+    n, layers, heads, size = 300, 5, 8, 4096
     kv = torch.randn(n, layers, 2, heads, dim, device="cuda").to(dtype)
     weight = torch.rand(layers, dim, device="cuda").to(dtype)
     cos_sin, slots = (

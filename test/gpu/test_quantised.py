@@ -18,11 +18,9 @@ from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from test.checkpoints import write_draft
+from test.gpu.conftest import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = ON_GPU
 
 GROUP = 64  # divides every input size of the bundled draft
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns a nibble holds
@@ -124,6 +122,8 @@ def accepted(draft: Path) -> float:
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(draft),
         dtype="float16",
+        attention_backend="triton",
+        max_total_tokens=4096,
         mem_fraction_static=0.3,
     )
     try:

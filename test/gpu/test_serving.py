@@ -1,0 +1,99 @@
+"""Serving on a GPU: backends, page sizes, graphs, and all kinds of requests at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from sglang_dflash.flags import DRAFT_AHEAD
+from test.gpu.conftest import DRY_RUN, ON_GPU, TOKENIZER, N, engine, prompts
+from test.inprocess import InProcess
+
+pytestmark = ON_GPU
+
+PATTERN = r"(yes|no)[0-9]{3}"
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": N,
+    "logprobs": N | {"return_logprob": True, "top_logprobs_num": 2},
+    "grammar": {"regex": PATTERN, "max_new_tokens": 40},
+    "penalties": N | {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_new_tokens": 8},
+    "bias": N | {"logit_bias": {"17": 4.0}},
+    "sampled": N | {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+}
+EXACT = [kind for kind in KINDS if kind != "sampled"]
+
+
+def all_kinds(run: InProcess, kinds: list[str]) -> dict[str, Any]:
+    """A request of each kind in one batch."""
+    reqs = {
+        kind: run.add(ids, **KINDS[kind])
+        for kind, ids in zip(kinds, prompts(len(kinds)), strict=True)
+    }
+    run.run(*reqs.values())
+    return reqs
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer"])
+def test_all_kinds_of_requests(backend, page, graphs):
+    """They finish, the draft is accepted as on a CPU, and the answers are of their kind."""
+    flags = {"attention_backend": backend, "page_size": page, "disable_cuda_graph": not graphs}
+    with engine(**flags) as run:
+        verify, replayed = run.worker.verifier.verify, []
+
+        def watched(batch, block):
+            verified = verify(batch, block)
+            replayed.append(verified.result.can_run_cuda_graph)
+            return verified
+
+        run.worker.verifier.verify = watched
+        plain = [run.add(ids, max_new_tokens=96) for ids in prompts(6)]
+        run.run(*plain)
+        reqs = all_kinds(run, list(KINDS))
+    assert set(replayed) == {graphs} or DRY_RUN
+    steps = sum(req.spec_verify_ct for req in plain)
+    accept_length = 1 + sum(req.spec_num_correct_drafts for req in plain) / steps
+    assert accept_length > 6, accept_length
+    said = TOKENIZER.decode(reqs["grammar"].output_ids_through_stop, skip_special_tokens=True)
+    assert re.fullmatch(PATTERN, said)
+    assert len(reqs["sampled"].output_ids) == N["max_new_tokens"]
+    info = reqs["logprobs"].logprob
+    assert len(info.output_token_logprobs_val) == N["max_new_tokens"]
+    assert all(math.isfinite(value) and value <= 0 for value in info.output_token_logprobs_val)
+    best = [values[0] for values in info.output_top_logprobs_val]
+    assert info.output_token_logprobs_val == pytest.approx(best, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, Any]:
+    """What the target says without speculation, in fp32."""
+    with engine(draft=False, attention_backend="triton", dtype="float32") as run:
+        return all_kinds(run, EXACT) | {"plain": answers(run)}
+
+
+def answers(run: InProcess) -> list[list[int]]:
+    reqs = [run.add(ids, **N) for ids in prompts(8)]
+    run.run(*reqs)
+    return [list(req.output_ids) for req in reqs]
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_fp32_tokens_are_the_targets(monkeypatch, truth, page, graphs, ahead):
+    """In fp32 all tokens equal those of no speculation, and so do logprobs but for rounding."""
+    monkeypatch.setenv(DRAFT_AHEAD, ahead)
+    flags = {"page_size": page, "disable_cuda_graph": not graphs, "dtype": "float32"}
+    with engine(attention_backend="triton", **flags) as run:
+        found = all_kinds(run, EXACT) | {"plain": answers(run)}
+    assert found.pop("plain") == truth["plain"]
+    for kind, req in found.items():
+        expected = truth[kind]
+        assert req.output_ids_through_stop == expected.output_ids_through_stop, kind
+        if req.return_logprob:
+            ours, theirs = (r.logprob.output_token_logprobs_val for r in (req, expected))
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
