@@ -5,7 +5,7 @@
 #
 #   kernels  our kernel against its twin, one batch on every backend, with graphs and without
 #   tests    all of test/gpu
-#   exact    tokens against those of no speculation: bf16 on every backend, fp32 on triton
+#   exact    tokens of the bundled pair in bf16 against those of no speculation, on every backend
 #   speed    8B shapes, SIMULATED acceptance: no speculation, the built-in, ours
 #   trace    a profile of ten steps, ours and the built-in's
 #   rest     flashinfer and pages, draft-ahead off, widths and sampling with the bundled pair
@@ -89,7 +89,6 @@ exact_() {
   exact fa3 $(backend fa3) &
   exact flashinfer $(backend flashinfer) &
   exact triton $(backend triton) --page-size 16 &
-  TRITON_F32_DEFAULT=ieee exact triton_fp32 $(backend triton) --dtype float32 &
   wait
 }
 speed() {

@@ -39,8 +39,47 @@ def engine(draft: bool = True, **flags: Any) -> InProcess:
     return InProcess(str(TARGET), str(DRAFT) if draft else None, **flags)
 
 
-def together(run: InProcess, ids: list[list[int]], **options: Any) -> list[list[int]]:
-    """The answers of requests that run at the same time."""
+NEAR_TIE = 0.5  # between two logits of bf16, whose unit at 16 is 0.125
+
+
+class Margins:
+    """How far the best logit of every committed token lies above the second, of one engine."""
+
+    def __init__(self, run: InProcess) -> None:
+        self._verify, self.of = run.worker.verifier.verify, {}
+        run.worker.verifier.verify = self._watched
+
+    def _watched(self, batch: Any, block: Any) -> Any:
+        before = [(req, len(req.output_ids)) for req in batch.reqs]
+        verified = self._verify(batch, block)
+        logits = verified.output.next_token_logits
+        assert torch.equal(verified.target_ids.flatten(), logits.argmax(-1))
+        two = logits.topk(2).values
+        rows = (two[:, 0] - two[:, 1]).view(len(before), -1).tolist()
+        for (req, length), row in zip(before, rows, strict=True):
+            for j, margin in enumerate(row):
+                self.of[req.rid, length + j] = margin
+        return verified
+
+
+def parted(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> list[float]:
+    """The margin of each place where an answer leaves the expected one."""
+    found = []
+    for req, truth in zip(reqs, expected, strict=True):
+        pairs = zip(req.output_ids, truth, strict=True)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is not None:
+            found.append(margins.of.get((req.rid, place), float("inf")))  # inf: of the prefill
+    return found
+
+
+def ask(run: InProcess, ids: list[list[int]], **options: Any) -> list[Any]:
+    """Requests that ran at the same time, finished."""
     reqs = [run.add(prompt, **{**N, **options}) for prompt in ids]
     run.run(*reqs)
-    return [list(req.output_ids) for req in reqs]
+    return reqs
+
+
+def together(run: InProcess, ids: list[list[int]], **options: Any) -> list[list[int]]:
+    """The answers of requests that run at the same time."""
+    return [list(req.output_ids) for req in ask(run, ids, **options)]

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
+from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 
 from sglang_dflash.flags import DRAFT_AHEAD
-from test.gpu.conftest import DRY_RUN, ON_GPU, TOKENIZER, N, engine, prompts
+from test.gpu.conftest import DRY_RUN, ON_GPU, TOKENIZER, N, engine, prompts, together
 from test.inprocess import InProcess
 
 pytestmark = ON_GPU
@@ -69,16 +70,18 @@ def test_all_kinds_of_requests(backend, page, graphs):
 
 
 @pytest.fixture(scope="module")
-def truth() -> dict[str, Any]:
+def native():
+    """SGLang's own torch forms of norms, RoPE and activations: its CUDA kernels know no fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MultiPlatformOp, "dispatch_forward", lambda op: op.forward_native)
+        yield
+
+
+@pytest.fixture(scope="module")
+def truth(native) -> dict[str, Any]:
     """What the target says without speculation, in fp32."""
     with engine(draft=False, attention_backend="triton", dtype="float32") as run:
-        return all_kinds(run, EXACT) | {"plain": answers(run)}
-
-
-def answers(run: InProcess) -> list[list[int]]:
-    reqs = [run.add(ids, **N) for ids in prompts(8)]
-    run.run(*reqs)
-    return [list(req.output_ids) for req in reqs]
+        return all_kinds(run, EXACT) | {"plain": together(run, prompts(32))}
 
 
 @pytest.mark.parametrize("ahead", ["off", "on"])
@@ -89,8 +92,9 @@ def test_fp32_tokens_are_the_targets(monkeypatch, truth, page, graphs, ahead):
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     flags = {"page_size": page, "disable_cuda_graph": not graphs, "dtype": "float32"}
     with engine(attention_backend="triton", **flags) as run:
-        found = all_kinds(run, EXACT) | {"plain": answers(run)}
-    assert found.pop("plain") == truth["plain"]
+        found = all_kinds(run, EXACT)
+        plain = together(run, prompts(32))
+    assert plain == truth["plain"]
     for kind, req in found.items():
         expected = truth[kind]
         assert req.output_ids_through_stop == expected.output_ids_through_stop, kind
