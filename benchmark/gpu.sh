@@ -13,6 +13,7 @@
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, which install SGLang offline; unset: it is installed
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
+# ONLY    of the tests, those that this expression selects, as pytest -k has it
 # DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -57,10 +58,12 @@ if [ -n "${DRY_RUN:-}" ]; then
   load=(--prompts 4 --per-slot 1 --concurrency 1,2 --max-tokens 32 --repeats 1)
   backend() { :; } # the one that a CPU has
 else
-  workers=8
+  workers=${WORKERS:-8}
   "$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
-  flags="--load-format dummy --speculative-draft-load-format dummy --disable-piecewise-cuda-graph"
-  flags="$flags --cuda-graph-bs 1 8 32 --mem-fraction-static 0.9"
+  # Short lists of graphs, the same for every side, make starts short.
+  flags="--load-format dummy --speculative-draft-load-format dummy --mem-fraction-static 0.9"
+  flags="$flags --cuda-graph-bs 1 8 32 --piecewise-cuda-graph-tokens"
+  flags="$flags 16 32 48 64 96 128 192 256 384 512 768 1024 1536 2048"
   dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
   few=(--prompts 192 --max-total-tokens 16384)
   load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
@@ -82,7 +85,7 @@ kernels() {
   tests kernels 300 -k "kernel or (all_kinds and 1-)"
 }
 tests_() {
-  tests tests 520 --deselect test/gpu/test_quantised.py
+  tests tests 520 --deselect test/gpu/test_quantised.py ${ONLY:+-k "$ONLY"}
 }
 exact_() {
   local each

@@ -77,9 +77,10 @@ def capture_layers(original: Any, runner: Any) -> None:
     if not runner.dflash_use_aux_hidden_state:
         return original(runner)
     last = runner.model_config.hf_text_config.num_hidden_layers - 1
-    ids = runner.dflash_target_layer_ids
+    ids, processor = runner.dflash_target_layer_ids, logits_processor(runner.model)
+    processor.dflash_target = True
     if ids[-1] == last or runner.server_args.enable_return_hidden_states:
-        logits_processor(runner.model).dflash_append_final = True
+        processor.dflash_append_final = True
     if captured := [i for i in ids if i < last]:
         try:
             runner.model.set_dflash_layers_to_capture(captured)
@@ -113,6 +114,19 @@ def append_final_state(
         *args,
         **kwargs,
     )
+
+
+def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any) -> Any:
+    """AROUND `LogitsProcessor._copy_logits_to_buffer`: a verify's logits keep the LM head's dtype.
+
+    A greedy batch asks for their argmax alone, which float32 copies of the same values do not move.
+    A soft cap does: SGLang computes it in float32.
+    """
+    is_verify = metadata.forward_mode.is_target_verify()
+    dflash = getattr(processor, "dflash_target", False)
+    if not (dflash and is_verify) or processor.final_logit_softcapping:
+        return original(processor, logits, metadata)
+    return logits[:, : processor.vocab_size]
 
 
 def token_ids_logprobs(

@@ -80,6 +80,12 @@ DFLASH_HOOKS = (
         "the last layer's state is known only there",
     ),
     Hook(
+        "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        "AROUND",
+        "hooks:logits_of_a_verify",
+        "SGLang copies every verify's logits to float32, of which greedy batches need the argmax",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "hooks:meta_info",

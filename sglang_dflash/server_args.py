@@ -121,8 +121,6 @@ def handle_dflash(server_args: ServerArgs) -> None:
         server_args.max_running_requests = 48
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
-    # SGLang's piecewise graphs never run a forward that hands out hidden states.
-    server_args.disable_piecewise_cuda_graph = True
     # Fused with the next norm, a layer's all-reduce comes after its hidden states are captured.
     server_args.enable_flashinfer_allreduce_fusion = False
     # The draft's weights never arrive with an update of the target's: keep a copy over a release.
@@ -136,7 +134,8 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     are, so it computes in their dtype, whatever its own checkpoint has.
     """
     args = copy.deepcopy(server_args)
-    args.skip_tokenizer_init = args.disable_cuda_graph = True
+    args.skip_tokenizer_init = True
+    args.disable_cuda_graph = args.disable_piecewise_cuda_graph = True
     args.attention_backend = server_args.speculative_draft_attention_backend
     args.speculative_draft_attention_backend = None
     args.prefill_attention_backend = args.decode_attention_backend = None

@@ -39,19 +39,23 @@ class TargetDraw:
     ) -> Tensor:
         """Token after every row, [rows] int64, equal on all ranks.
 
-        logits: [rows, V] float32, bent in place; positions: [rows] int64 of the rows' inputs;
-        block: whose rows they are, None after a prefill, which has one a request.
+        logits: [rows, V], float32 unless `is_argmax`, bent in place; positions: [rows] int64 of the
+        rows' inputs; block: whose rows they are, None after a prefill, which has one a request.
         """
         self._bend(logits, batch, block)
         ids = self._draw(logits, batch, positions, block)
         # Ranks hold the same logits up to rounding: a near-tie must not part them.
         return self._group.broadcast(ids, src=0)
 
+    def is_argmax(self, batch: ScheduleBatch) -> bool:
+        """Whether a batch asks for nothing but the largest logit of each row."""
+        return bool(batch.sampling_info.is_all_greedy) and not _bends(batch)
+
     def _bend(self, logits: Tensor, batch: ScheduleBatch, block: DFlashBlock | None) -> None:
+        if not _bends(batch):
+            return
         info, penalised = batch.sampling_info, batch.sampling_info.penalizer_orchestrator
         custom, bias = info.has_custom_logit_processor, info.logit_bias
-        if not (penalised.is_required or batch.has_grammar or custom or bias is not None):
-            return
         tokens = None if block is None else block.token_ids
         rows = logits[:, None] if block is None else block.padded(logits)  # [B, w, V]
         if penalised.is_required:
@@ -106,6 +110,17 @@ class TargetDraw:
                 ids = sampling_from_probs_torch(probs[at], seed, position)
             drawn[at] = ids.long()
         return drawn
+
+
+def _bends(batch: ScheduleBatch) -> bool:
+    """Whether any request of a batch wants logits other than the target's."""
+    info = batch.sampling_info
+    return bool(
+        info.penalizer_orchestrator.is_required
+        or batch.has_grammar
+        or info.has_custom_logit_processor
+        or info.logit_bias is not None
+    )
 
 
 def _spread(requests: Tensor, block: DFlashBlock | None) -> Tensor:

@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch import Tensor
 
 from sglang_dflash.core.accept import accept
@@ -33,7 +33,8 @@ class Verified:
 
     @property
     def output(self) -> LogitsProcessorOutput:
-        """next_token_logits: [rows, V] as the draw saw them; hidden_states: [rows, K * H], the
+        """next_token_logits: [rows, V] as the draw saw them, float32 where more than their argmax
+        is asked for; hidden_states: [rows, K * H], the
         features of the block, then [.., H] of the last layer where requested."""
         return self.result.logits_output
 
@@ -52,11 +53,51 @@ class Verified:
 class Verifier:
     def __init__(self, target: TpModelWorker, draw: TargetDraw, widths: Widths) -> None:
         self._target, self._draw, self._widths = target, draw, widths
+        self._runner = target.model_runner
+        self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
         self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated > 0:
             logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
 
+    def plan(
+        self, rows: Tensor, block: DFlashBlock, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> None:
+        """Fill what the graph of this block's verify reads, while the host has nothing to wait for.
+
+        All [B] int64; seq_lens_cpu: at least the true lengths. The plan lies in buffers that every
+        graph shares, so any other forward of a graph undoes it: see `forget`.
+        """
+        graphs, forward = (
+            self._runner.graph_runner,
+            block.forward_batch(rows, seq_lens, seq_lens_cpu),
+        )
+        if graphs is None or self._runner.model_is_mrope or not graphs.can_run(forward):
+            return
+        graphs.replay_prepare(forward)
+        forward.mark_forward_metadata_ready()
+        self._planned = block, forward
+
+    def forget(self) -> None:
+        """A prefill, or new graphs, have come between a plan and its verify."""
+        self._planned = None
+
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
+        self._widths.use(block.draft_token_num)
+        simulated = self._simulate(batch, block) if self._simulated > 0 else None
+        result = self._forward(batch, block)
+        output = result.logits_output
+        if batch.return_logprob or not self._draw.is_argmax(batch):
+            output.next_token_logits = output.next_token_logits.float()
+        drawn = self._draw(output.next_token_logits, batch, block.positions, block)
+        target_ids = block.padded(drawn)
+        num_accepted, bonus = self._accept(batch, block, target_ids, simulated)
+        return Verified(block, target_ids, num_accepted, bonus, result)
+
+    def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:
+        """The target's forward over the block, planned already or not."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] is block:
+            return self._target.forward_batch_generation(None, planned[1], is_verify=True)
         view = object.__new__(ScheduleBatch)  # the scheduler's keeps its mode, inputs and state
         vars(view).update(vars(batch))  # a third of what `copy.copy` takes
         view.forward_mode = ForwardMode.TARGET_VERIFY
@@ -64,13 +105,7 @@ class Verifier:
         view.spec_info = block
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang leaves a prompt's behind
-        self._widths.use(block.draft_token_num)
-        simulated = self._simulate(batch, block) if self._simulated > 0 else None
-        result = self._target.forward_batch_generation(view, is_verify=True)
-        drawn = self._draw(result.logits_output.next_token_logits, batch, block.positions, block)
-        target_ids = block.padded(drawn)
-        num_accepted, bonus = self._accept(batch, block, target_ids, simulated)
-        return Verified(block, target_ids, num_accepted, bonus, result)
+        return self._target.forward_batch_generation(view, is_verify=True)
 
     def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
         """How many drafts SGLANG_SIMULATE_ACC_LEN accepts of each request, [B] int64.

@@ -10,6 +10,7 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from sglang.srt.server_args import (
     ServerArgs,
     get_global_server_args,
@@ -70,6 +71,11 @@ class DFlashWorker:
         counters = StepCounters(block_size) if counted else None
         self.committer = Committer(block_size, widths != (block_size,), counters)
         use_graphs(self.model_runner, runner)
+        if isinstance(
+            graphs := self.model_runner.piecewise_cuda_graph_runner, PiecewiseCudaGraphRunner
+        ):
+            # What is captured hands out hidden states; only the runner does not know.
+            graphs.capture_hidden_mode = CaptureHiddenMode.FULL
         self._block_size, self._width = block_size, widths[-1]
         self._at = torch.arange(block_size, device=self.device)
         self._drafts_ahead = draft_ahead(server_args)
@@ -127,10 +133,14 @@ class DFlashWorker:
         most, width = self.model_config.context_len, verified.block.draft_token_num
         lens = (batch.seq_lens + verified.num_accepted + 1).clamp(max=most)
         bound = (batch.seq_lens_cpu + width).clamp(max=most)
-        return self.drafter.propose(batch, verified.bonus, lens, bound)
+        block = self.drafter.propose(batch, verified.bonus, lens, bound)
+        if self._width == self._block_size and self.best_widths is None:
+            self.verifier.plan(batch.req_pool_indices, block, lens, bound)
+        return block
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Prefill: the target's own forward and draw, then the context KV of every new token."""
+        self.verifier.forget()
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self.model_runner)
         result = self.target_worker.forward_batch_generation(None, forward_batch, is_verify=True)
@@ -181,6 +191,7 @@ class DFlashWorker:
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """The request names the target's new weights; the draft keeps its own."""
+        self.verifier.forget()
         self._widths.use(self._block_size)  # the one whose graphs SGLang captures anew, if asked to
         done = self.target_worker.update_weights_from_disk(recv_req)
         if recv_req.recapture_cuda_graph:

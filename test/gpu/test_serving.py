@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+from sglang.srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 
 from sglang_dflash.flags import DRAFT_AHEAD
 from test.gpu.conftest import DRY_RUN, ON_GPU, TOKENIZER, N, engine, prompts, together
@@ -67,6 +68,32 @@ def test_all_kinds_of_requests(backend, page, graphs):
     assert all(math.isfinite(value) and value <= 0 for value in info.output_token_logprobs_val)
     best = [values[0] for values in info.output_top_logprobs_val]
     assert info.output_token_logprobs_val == pytest.approx(best, abs=1e-6)
+
+
+def test_prefill_in_graphs(monkeypatch):
+    """SGLang's graphs of prefills hand out the hidden states: the draft is accepted as without."""
+    replayed, replay = [], PiecewiseCudaGraphRunner.replay
+
+    def watched(graphs, batch, **kwargs):
+        output = replay(graphs, batch, **kwargs)
+        replayed.append((len(batch.input_ids), len(output.hidden_states)))
+        return output
+
+    monkeypatch.setattr(PiecewiseCudaGraphRunner, "replay", watched)
+    found = []
+    for graphs in (False, True):
+        sizes = {
+            "disable_piecewise_cuda_graph": not graphs,
+            "piecewise_cuda_graph_tokens": [64, 128],
+        }
+        with engine(**sizes) as run:
+            reqs = [run.add(ids, max_new_tokens=96) for ids in prompts(6)]
+            run.run(*reqs)
+        steps = sum(req.spec_verify_ct for req in reqs)
+        found.append(1 + sum(req.spec_num_correct_drafts for req in reqs) / steps)
+    assert replayed
+    assert all(tokens == states for tokens, states in replayed)
+    assert found[1] == pytest.approx(found[0], rel=0.1)
 
 
 @pytest.fixture(scope="module")
