@@ -1,14 +1,18 @@
 #!/bin/bash
 # What only a GPU can show, a rung at a time; each ends within 9 minutes.
 #
-#   benchmark/gpu.sh RUNG...     kernels | tests | exact | speed | trace | rest
+#   benchmark/gpu.sh RUNG...
 #
-#   kernels  our kernel against its twin, one batch on every backend, with graphs and without
-#   tests    all of test/gpu
-#   exact    tokens of the bundled pair in bf16 against those of no speculation, on every backend
-#   speed    8B shapes, SIMULATED acceptance: no speculation, the built-in, ours
-#   trace    a profile of ten steps, ours and the built-in's
-#   rest     flashinfer and pages, draft-ahead off, widths and sampling with the bundled pair
+#   kernels     our kernel against its twin, one batch on every backend, with graphs and without
+#   tests       all of test/gpu but the quantised drafts
+#   exact       tokens of the bundled pair in bf16 against those of no speculation, on every backend
+#   speed       8B shapes, SIMULATED acceptance, fa3: no speculation, the built-in, ours
+#   trace       the same: a profile of ten steps, ours and the built-in's
+#   not_ahead   the same: ours, not drafting ahead
+#   flashinfer  the same with flashinfer: the built-in, ours
+#   widths      the bundled pair: whole blocks verified, and as much as pays
+#   sampled     the bundled pair at temperature 0 and 1: no speculation, the built-in, ours
+#   quantised   fp8, AWQ and GPTQ drafts
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, which install SGLang offline; unset: it is installed
@@ -102,22 +106,32 @@ trace() {
   TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
     --sides "${SIDES:-ours,builtin}" ${DRY_RUN:+--tokens 600} --out "$OUT"
 }
-rest() {
+not_ahead() {
   SGLANG_DFLASH_DRAFT_AHEAD=off part 200 not_ahead "$PYTHON" -m benchmark.sweep "${dummy[@]}" \
     "${simulated[@]}" "${load[@]}" $(backend fa3) --sides ours --out "$OUT/speed_fa3_not_ahead.json"
+}
+flashinfer() {
   part 260 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
+}
+widths() {
   part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
-  part 200 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
+}
+sampled() {
+  part 200 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix --temperature 0,1 \
+    --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
+}
+quantised() {
+  part 300 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
 }
 
 status=0
 for rung in "${@:-kernels}"; do
   case $rung in
-    kernels | speed | trace | rest) $rung ;;
+    kernels | speed | trace | not_ahead | flashinfer | widths | sampled | quantised) $rung ;;
     tests | exact) "${rung}_" ;;
-    *) echo "No rung $rung: kernels, tests, exact, speed, trace, rest." >&2; exit 2 ;;
+    *) echo "No rung $rung: see the head of $0." >&2; exit 2 ;;
   esac || status=1
 done
 exit $status

@@ -94,10 +94,13 @@ class DFlashWorker:
                 f"attention(target={target}, draft={own}) tp={server_args.tp_size}"
             )
 
-    @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        if batch.forward_mode.is_extend():
-            return self._extend(batch)
+        """One prefill, or one decode step."""
+        return self._extend(batch) if batch.forward_mode.is_extend() else self._decode(batch)
+
+    @torch.inference_mode()
+    def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """One step: propose, verify, commit."""
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
@@ -138,6 +141,7 @@ class DFlashWorker:
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block
 
+    @torch.no_grad()  # as SGLang compiled its graphs of prefills: inference mode is another guard
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Prefill: the target's own forward and draw, then the context KV of every new token."""
         self.verifier.forget()

@@ -84,14 +84,16 @@ def test_prefill_in_graphs(monkeypatch):
     for graphs in (False, True):
         sizes = {
             "disable_piecewise_cuda_graph": not graphs,
-            "piecewise_cuda_graph_tokens": [64, 128],
+            "piecewise_cuda_graph_tokens": [64, 512],
         }
         with engine(**sizes) as run:
-            reqs = [run.add(ids, max_new_tokens=96) for ids in prompts(6)]
-            run.run(*reqs)
+            reqs = []
+            for ids in prompts(6):  # one at a time: graphs of the same size are replayed
+                reqs.append(run.add(ids, max_new_tokens=96))
+                run.run(reqs[-1])
         steps = sum(req.spec_verify_ct for req in reqs)
         found.append(1 + sum(req.spec_num_correct_drafts for req in reqs) / steps)
-    assert replayed
+    assert len(replayed) >= 6
     assert all(tokens == states for tokens, states in replayed)
     assert found[1] == pytest.approx(found[0], rel=0.1)
 

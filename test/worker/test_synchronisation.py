@@ -49,6 +49,6 @@ def test_one_copy_to_the_host_a_step(target, draft, monkeypatch, ahead, page):
         monkeypatch.undo()
     host, device = (
         ("state.py", "forward_batch", "tolist"),
-        ("worker.py", "forward_batch_generation", "tolist"),
+        ("worker.py", "_decode", "tolist"),
     )
     assert seen == [host, device] * 2
