@@ -67,11 +67,11 @@ class Verifier:
         All [B] int64; seq_lens_cpu: at least the true lengths. The plan lies in buffers that every
         graph shares, so any other forward of a graph undoes it: see `forget`.
         """
-        graphs, forward = (
-            self._runner.graph_runner,
-            block.forward_batch(rows, seq_lens, seq_lens_cpu),
-        )
-        if graphs is None or self._runner.model_is_mrope or not graphs.can_run(forward):
+        graphs = self._runner.graph_runner
+        if graphs is None or self._runner.model_is_mrope:
+            return
+        forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
+        if not graphs.can_run(forward):
             return
         graphs.replay_prepare(forward)
         forward.mark_forward_metadata_ready()
