@@ -46,7 +46,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with + where files differ from it; outside of one, $COMMIT."""
+    """$COMMIT, else the checkout's, with + where files differ from it; "unknown" outside of one."""
+    if given := os.environ.get("COMMIT"):
+        return given
     root = Path(__file__).parent
 
     def git(*command: str) -> str:
@@ -57,4 +59,4 @@ def _commit() -> str:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("diff", "HEAD") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"

@@ -197,14 +197,24 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
 
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
     """AFTER `_compute_cell_size`: a token costs the target's KV and the draft's own."""
+    return result + _draft_bytes_per_token(runner)
+
+
+def windowed_cell_size(_: None, configurator: Any, runner: Any) -> None:
+    """AFTER `HybridSWAPoolConfigurator.__init__`: the same for targets with two KV pools.
+
+    The draft's slots are numbered as the larger one's, which counts the tokens.
+    """
+    configurator._cell_size += _draft_bytes_per_token(runner)
+
+
+def _draft_bytes_per_token(runner: Any) -> int:
+    """Bytes of draft KV that a token takes on each rank, in the target's dtype."""
     if not runner.spec_algorithm.is_dflash() or runner.is_draft_worker:
-        return result
+        return 0
     draft = rules.draft_config(runner.server_args)
     heads = max(1, draft.num_kv_heads // runner.tp_size)
-    return int(
-        result
-        + draft.kv_bytes_per_token(runner.kv_cache_dtype.itemsize) * heads // draft.num_kv_heads
-    )
+    return draft.kv_bytes_per_token(runner.dtype.itemsize) * heads // draft.num_kv_heads
 
 
 def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -125,6 +125,12 @@ DFLASH_HOOKS = (
         "the draft's KV has its own heads and layers",
     ),
     Hook(
+        "model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",
+        "AFTER",
+        "hooks:windowed_cell_size",
+        "targets with sliding windows have two pools, whose size counts no draft",
+    ),
+    Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AFTER",
         "hooks:room_for_a_block",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint import hub, load, speculators
@@ -274,6 +274,35 @@ def _keeps_state(config: Any) -> bool:
     return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
 
 
+def _has_fp8_kv(model_config: ModelConfig) -> bool:
+    """Whether SGLang will store KV in FP8 by itself, as ModelOpt checkpoints ask it to."""
+    file = Path(model_config.model_path) / "hf_quant_config.json"
+    given = getattr(model_config.hf_config, "quantization_config", None) or {}
+    for config in (given, read_json(file) if file.is_file() else {}):
+        section = config.get("quantization", config)
+        scheme = section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
+        if isinstance(scheme, dict):
+            scheme = "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else ""
+        by_modelopt = str(config.get("quant_method", "modelopt")).startswith("modelopt")
+        if by_modelopt and str(scheme).upper() in ("FP8", "FLOAT8"):
+            return True
+    return False
+
+
+def _has_windows(model_config: ModelConfig) -> bool:
+    """Whether SGLang's class of the target tells its backend of a sliding window."""
+    cls, _ = _target_class(model_config)
+    return model_config.is_hybrid_swa or hasattr(cls, "get_attention_sliding_window_size")
+
+
+def _target_class(model_config: ModelConfig) -> tuple[type, str]:
+    """SGLang's class of the target, and its name."""
+    from sglang.srt.models.registry import ModelRegistry  # imports every model there is
+
+    found: tuple[type, str] = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
+    return found
+
+
 def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     model_config = server_args.get_model_config()
     text = model_config.hf_text_config
@@ -295,6 +324,17 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
             raise Refusal(
                 f"The draft's {count} {what} cannot be split over --tp {server_args.tp_size}."
             )
+    if _has_fp8_kv(model_config):
+        raise Refusal(
+            f"The checkpoint of the target {server_args.model_path} asks for KV in FP8, and this "
+            "release keeps the draft's and the target's KV in the model's dtype: use a checkpoint "
+            "without kv_cache_quant_algo, or serve it without --speculative-algorithm DFLASH."
+        )
+    if _has_windows(model_config) and "flashinfer" in server_args.get_attention_backends():
+        raise Refusal(
+            f"The target {server_args.model_path} has sliding-window layers, for which SGLang's "
+            "flashinfer backend cannot verify a block: give --attention-backend fa3 or triton."
+        )
     if server_args.device == "cpu" and model_config.attention_arch == AttentionArch.MLA:
         raise Refusal(
             f"The target {server_args.model_path} attends in a latent space (MLA), which is not "
@@ -305,9 +345,7 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
             f"The target {server_args.model_path} is quantised ({method}), which is not served on "
             "a CPU: use its unquantised checkpoint."
         )
-    from sglang.srt.models.registry import ModelRegistry
-
-    cls, name = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
+    cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
             f"The target class {name} hands out no hidden states (it has neither "

@@ -148,7 +148,7 @@ class InProcess:
         batch = scheduler.get_next_batch_to_run()
         scheduler.cur_batch = batch
         if batch:
-            with torch.inference_mode():
+            with torch.no_grad():  # as the scheduler's own loop
                 scheduler.process_batch_result(batch, scheduler.run_batch(batch))
         else:
             scheduler.on_idle()

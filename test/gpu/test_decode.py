@@ -63,6 +63,7 @@ def waits_of_steps(monkeypatch, run: InProcess) -> tuple[list[list[str]], int]:
     return blocking, len(waits)
 
 
+@pytest.mark.skipif(DRY_RUN, reason="a CPU has no waits to count")
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("ahead", ["off", "on"])
@@ -73,6 +74,7 @@ def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
         assert waits_of_steps(monkeypatch, run) == ([[], [], []], 3)
 
 
+@pytest.mark.skipif(DRY_RUN, reason="a CPU has no waits to count")
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_flashinfers_plan_copies(monkeypatch, page):
     """Three index tensors for the draft and three for the verify, and nothing else blocks."""
@@ -143,6 +145,21 @@ def test_where_texts_part_is_a_near_tie(backend):
     with engine(attention_backend=backend) as run:
         margins = Margins(run)
         part_only_at_near_ties(ask(run, ids), margins, expected)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+def test_the_last_block_ends_behind_the_context(backend, page):
+    """Answers that fill the context: their last verify has rows behind it."""
+    flags = {"attention_backend": backend, "page_size": page, "context_length": 160}
+    ids = prompts(5)
+    with engine(draft=False, **flags) as run:
+        expected = together(run, ids, max_new_tokens=150)
+    with engine(**flags) as run:
+        margins = Margins(run)
+        reqs = ask(run, ids, max_new_tokens=150)
+    assert all(len(req.origin_input_ids) + len(req.output_ids) > 150 for req in reqs)
+    part_only_at_near_ties(reqs, margins, expected)
 
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
