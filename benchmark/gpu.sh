@@ -92,11 +92,12 @@ tests_() {
   tests tests 520 --deselect test/gpu/test_quantised.py ${ONLY:+-k "$ONLY"}
 }
 exact_() {
-  local each
-  exact fa3 $(backend fa3) &
-  exact flashinfer $(backend flashinfer) &
-  exact triton $(backend triton) --page-size 16 &
-  wait
+  local started=() each failed=0
+  exact fa3 $(backend fa3) & started+=($!)
+  exact flashinfer $(backend flashinfer) & started+=($!)
+  exact triton $(backend triton) --page-size 16 & started+=($!)
+  for each in "${started[@]}"; do wait "$each" || failed=1; done
+  return $failed
 }
 speed() {
   part 500 speed "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \

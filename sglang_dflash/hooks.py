@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
@@ -120,13 +121,14 @@ def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any
     """AROUND `LogitsProcessor._copy_logits_to_buffer`: a verify's logits keep the LM head's dtype.
 
     A greedy batch asks for their argmax alone, which float32 copies of the same values do not move.
-    A soft cap does: SGLang computes it in float32.
+    A soft cap may: SGLang computes it in float32. Logits of float32 go where SGLang keeps them.
     """
-    is_verify = metadata.forward_mode.is_target_verify()
-    dflash = getattr(processor, "dflash_target", False)
-    if not (dflash and is_verify) or processor.final_logit_softcapping:
-        return original(processor, logits, metadata)
-    return logits[:, : processor.vocab_size]
+    verifies = (
+        getattr(processor, "dflash_target", False) and metadata.forward_mode.is_target_verify()
+    )
+    if verifies and logits.dtype != torch.float32 and not processor.final_logit_softcapping:
+        return logits[:, : processor.vocab_size]
+    return original(processor, logits, metadata)
 
 
 def token_ids_logprobs(

@@ -122,7 +122,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
         logger.info("DFLASH: --max-running-requests 48; give the flag to change it.")
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     # Fused with the next norm, a layer's all-reduce comes after its hidden states are captured.
-    server_args.enable_flashinfer_allreduce_fusion = False
+    if server_args.enable_flashinfer_allreduce_fusion:
+        logger.info("DFLASH: all-reduces are not fused, so that hidden states are captured whole.")
+        server_args.enable_flashinfer_allreduce_fusion = False
     # The draft's weights never arrive with an update of the target's: keep a copy over a release.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
 
