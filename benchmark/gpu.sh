@@ -15,7 +15,7 @@
 #   quantised   fp8, AWQ and GPTQ drafts
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
-# BUNDLE  folder of unpack.sh and bundle/, which install SGLang offline; unset: it is installed
+# BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
 # ONLY    of the tests, those that this expression selects, as pytest -k has it
 # DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
@@ -26,8 +26,8 @@ export SGLANG_LOG_MS=1 PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 
 if [ -n "${BUNDLE:-}" ]; then
-  bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle" >/tmp/unpacked || exit 1
-  eval "$(grep ^export /tmp/unpacked)"
+  unpacked=$(bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle") || exit 1
+  eval "$(grep ^export <<<"$unpacked")"
 fi
 if [ -z "${DRY_RUN:-}" ] && ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
   echo "No CUDA GPU that $PYTHON can use: nothing is measured." >&2

@@ -32,16 +32,19 @@ def profile(
         "input_ids": [[5 + (7 * i + j) % 1000 for j in range(context)] for i in range(batch)],
         "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens},
     }
-    load = threading.Thread(
-        target=requests.post,
-        args=(f"{server.url}/generate",),
-        kwargs={"json": body, "timeout": 600},
-    )
+    answers: list[requests.Response] = []
+
+    def ask() -> None:
+        answers.append(requests.post(f"{server.url}/generate", json=body, timeout=600))
+
+    load = threading.Thread(target=ask, daemon=True)
     load.start()
     time.sleep(0.7)  # past the prefill
     asked = {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU", "GPU"]}
     requests.post(f"{server.url}/start_profile", json=asked, timeout=120).raise_for_status()
     load.join()
+    for answer in answers:
+        answer.raise_for_status()
     for _ in range(60):
         if found := sorted(folder.rglob("*.trace.json.gz")):
             time.sleep(1)  # it is being written

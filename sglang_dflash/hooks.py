@@ -120,15 +120,19 @@ def append_final_state(
 def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any) -> Any:
     """AROUND `LogitsProcessor._copy_logits_to_buffer`: a verify's logits keep the LM head's dtype.
 
-    A greedy batch asks for their argmax alone, which float32 copies of the same values do not move.
-    A soft cap may: SGLang computes it in float32. Logits of float32 go where SGLang keeps them.
+    A greedy batch asks for their argmax alone, which a float32 copy does not move. A soft cap may:
+    SGLang computes it in float32. They lie where that copy would, in memory that all graphs share.
     """
-    verifies = (
-        getattr(processor, "dflash_target", False) and metadata.forward_mode.is_target_verify()
-    )
-    if verifies and logits.dtype != torch.float32 and not processor.final_logit_softcapping:
-        return logits[:, : processor.vocab_size]
-    return original(processor, logits, metadata)
+    dflash = getattr(processor, "dflash_target", False)
+    if not (dflash and metadata.forward_mode.is_target_verify()):
+        return original(processor, logits, metadata)
+    if logits.dtype == torch.float32 or processor.final_logit_softcapping:
+        return original(processor, logits, metadata)
+    logits = logits[:, : processor.vocab_size]
+    if (buffer := metadata.next_token_logits_buffer) is None:
+        return logits
+    room = buffer.flatten().view(logits.dtype)[: logits.numel()]
+    return room.view(logits.shape).copy_(logits)
 
 
 def token_ids_logprobs(
@@ -220,7 +224,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
 
 
 def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER `ModelRunner._get_attention_backend_from_str`: a last block ends behind the context.
+    """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end behind the context.
 
     FA3's page tables are as wide as the context; rows behind it would be read from nowhere.
     """

@@ -277,18 +277,23 @@ def _keeps_state(config: Any) -> bool:
 
 
 def _has_fp8_kv(model_config: ModelConfig) -> bool:
-    """Whether SGLang will store KV in FP8 by itself, as ModelOpt checkpoints ask it to."""
+    """Whether a ModelOpt checkpoint on this machine asks SGLang for KV in FP8.
+
+    What is fetched from a hub later is judged by `DFlashWorker`, by what SGLang made of it.
+    """
+    config = getattr(model_config.hf_config, "quantization_config", None)
     file = Path(model_config.model_path) / "hf_quant_config.json"
-    given = getattr(model_config.hf_config, "quantization_config", None) or {}
-    for config in (given, read_json(file) if file.is_file() else {}):
-        section = config.get("quantization", config)
-        scheme = section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
-        if isinstance(scheme, dict):
-            scheme = "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else ""
-        by_modelopt = str(config.get("quant_method", "modelopt")).startswith("modelopt")
-        if by_modelopt and str(scheme).upper() in ("FP8", "FLOAT8"):
-            return True
-    return False
+    if config is None and file.is_file():
+        config = read_json(file)
+    if not isinstance(config, dict):
+        return False
+    if not str(config.get("quant_method", "modelopt")).startswith("modelopt"):
+        return False
+    nested = config.get("quantization")
+    if isinstance(nested, dict):
+        return str(nested.get("kv_cache_quant_algo")).upper() == "FP8"
+    scheme = config.get("kv_cache_scheme")
+    return isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
 
 
 def _has_windows(model_config: ModelConfig) -> bool:
@@ -332,7 +337,9 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
             "release keeps the draft's and the target's KV in the model's dtype: use a checkpoint "
             "without kv_cache_quant_algo, or serve it without --speculative-algorithm DFLASH."
         )
-    if _has_windows(model_config) and "flashinfer" in server_args.get_attention_backends():
+    prefill, decode = server_args.get_attention_backends()
+    verifies = prefill if server_args.speculative_attention_mode == "prefill" else decode
+    if verifies == "flashinfer" and _has_windows(model_config):
         raise Refusal(
             f"The target {server_args.model_path} has sliding-window layers, for which SGLang's "
             "flashinfer backend cannot verify a block: give --attention-backend fa3 or triton."

@@ -61,7 +61,7 @@ def launch_store(
     )
 
 
-@triton.jit  # annotations but tl.constexpr would be globals to Triton's compiler, and are refused
+@triton.jit  # annotations other than tl.constexpr are taken for globals, which Triton refuses
 def _store(  # type: ignore[no-untyped-def]
     kv,  # [n, L, 2, heads, D]
     norm_weight,  # [L, D]

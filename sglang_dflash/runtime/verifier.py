@@ -11,7 +11,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
 from torch import Tensor
 
 from sglang_dflash.core.accept import accept
@@ -34,8 +38,8 @@ class Verified:
     @property
     def output(self) -> LogitsProcessorOutput:
         """next_token_logits: [rows, V] as the draw saw them, float32 where more than their argmax
-        is asked for; hidden_states: [rows, K * H], the
-        features of the block, then [.., H] of the last layer where requested."""
+        is asked for; hidden_states: [rows, K * H], the features of the block, then [.., H] of the
+        last layer where requested."""
         return self.result.logits_output
 
     def to_host(self) -> tuple[Tensor, torch.Event]:
@@ -68,8 +72,8 @@ class Verifier:
         graph shares, so any other forward of a graph undoes it: see `forget`.
         """
         graphs = self._runner.graph_runner
-        if graphs is None or self._runner.model_is_mrope:
-            return
+        if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
+            return  # what these forwards carry besides, only SGLang's own batch has
         forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):
             return

@@ -107,7 +107,7 @@ class BestWidths:
         self._survival.observe(said, num_accepted, widths)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _measured(rehearse: Rehearse, most: int, widths: Sequence[int], draft: bool) -> StepTimes:
     """Seconds of a draft or a verify on a grid of batches and widths, equal on all ranks."""
     batches = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]

@@ -21,6 +21,7 @@ from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
 from sglang_dflash.core.slots import longest
 from sglang_dflash.cpu.graphs import use_graphs
+from sglang_dflash.errors import Refusal
 from sglang_dflash.flags import draft_ahead, reserved_tokens, verify_widths
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.committer import Committer, append_prompt_states
@@ -58,6 +59,12 @@ class DFlashWorker:
         if (size := server_args.speculative_draft_window_size) is not None:
             window = DraftWindow(rows, size, block_size, server_args.page_size)
         draft_rows = window.rows if window else rows
+        if self.model_runner.kv_cache_dtype != self.model_runner.dtype:
+            raise Refusal(
+                f"The target keeps its KV in {self.model_runner.kv_cache_dtype}, as its checkpoint "
+                "asks, and this release keeps it in the model's dtype: use another checkpoint, or "
+                "serve it without --speculative-algorithm DFLASH."
+            )
         self.draft_worker = _draft_worker(server_args, target_worker, draft_rows, **place)
         self.draft_model_runner = runner = self.draft_worker.model_runner
         reserved = reserved_tokens(server_args)
@@ -94,11 +101,15 @@ class DFlashWorker:
                 f"attention(target={target}, draft={own}) tp={server_args.tp_size}"
             )
 
+    @torch.no_grad()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """One prefill, or one decode step."""
+        """One prefill, or one decode step.
+
+        Not in inference mode: SGLang's buffers outlive a call and are written outside of it too,
+        and its graphs of prefills were compiled without.
+        """
         return self._extend(batch) if batch.forward_mode.is_extend() else self._decode(batch)
 
-    @torch.inference_mode()
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """One step: propose, verify, commit."""
         state: DFlashState = batch.spec_info
@@ -141,7 +152,6 @@ class DFlashWorker:
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block
 
-    @torch.no_grad()  # as SGLang compiled its graphs of prefills: inference mode is another guard
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Prefill: the target's own forward and draw, then the context KV of every new token."""
         self.verifier.forget()

@@ -147,6 +147,19 @@ def test_where_texts_part_is_a_near_tie(backend):
         part_only_at_near_ties(ask(run, ids), margins, expected)
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+def test_requests_join_one_by_one(backend):
+    """Eager forwards keep buffers that grow in decode steps and are filled in prefills."""
+    ids, reqs = prompts(5), []
+    with engine(attention_backend=backend, disable_cuda_graph=True) as run:
+        for prompt in ids:
+            reqs.append(run.add(prompt, **N))
+            run.step()
+            run.step()
+        run.run(*reqs)
+    assert all(len(req.output_ids) == N["max_new_tokens"] for req in reqs)
+
+
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_the_last_block_ends_behind_the_context(backend, page):

@@ -1,0 +1,97 @@
+"""A verify that is planned ahead: used once, by the very block it was planned for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
+from test.inprocess import InProcess
+from test.worker.conftest import prompt
+
+
+class Graphs:
+    """In the place of CUDA graphs, which a CPU has not: what is planned for them."""
+
+    def __init__(self) -> None:
+        self.planned: list[ForwardBatch] = []
+
+    def can_run(self, forward: ForwardBatch) -> bool:
+        return True
+
+    def replay_prepare(self, forward: ForwardBatch) -> None:
+        self.planned.append(forward)
+
+
+REQUESTS = [
+    (prompt(700 + i, 12 + i), {"max_new_tokens": 10 + 6 * i, "ignore_eos": True}) for i in range(4)
+]
+
+
+@pytest.fixture
+def expected(alone):
+    return [answer["ids"] for answer in alone(REQUESTS)]
+
+
+@pytest.fixture
+def engine(target, draft, monkeypatch):
+    monkeypatch.setenv(DRAFT_AHEAD, "on")
+    monkeypatch.setenv(VERIFY_WIDTH, "full")
+    # The modules run the planned forward here, and plan their attention for it themselves.
+    monkeypatch.setattr(ForwardBatch, "mark_forward_metadata_ready", lambda forward: None)
+    with InProcess(target, draft) as engine:
+        parts = engine.worker._widths._parts
+        ((width, (backend, _)),) = parts.items()
+        parts[width] = backend, Graphs()
+        yield engine
+
+
+def watched(engine: InProcess, monkeypatch) -> list[tuple[bool, int]]:
+    """Of every verify: whether it was planned, and its requests."""
+    seen: list[tuple[bool, int]] = []
+    verifier, target = engine.worker.verifier, engine.worker.target_worker
+    forward = target.forward_batch_generation
+
+    def noted(batch: Any, forward_batch: Any = None, **options: Any) -> Any:
+        if forward_batch is None:
+            seen.append((False, len(batch.reqs)))
+        elif forward_batch.forward_mode.is_target_verify():
+            assert forward_batch is verifier._runner.graph_runner.planned[-1]
+            # SGLang keeps buffers from one forward to the next and fills them in no special mode.
+            assert not forward_batch.input_ids.is_inference()
+            seen.append((True, forward_batch.batch_size))
+        return forward(batch, forward_batch, **options)
+
+    monkeypatch.setattr(target, "forward_batch_generation", noted)
+    return seen
+
+
+def test_planned_steps_give_the_same_tokens(expected, engine, monkeypatch):
+    """Requests join and end in different steps: what was planned for others is not used."""
+    seen = watched(engine, monkeypatch)
+    reqs = []
+    for ids, options in REQUESTS:
+        reqs.append(engine.add(ids, **options))
+        engine.step()
+        engine.step()
+        engine.step()
+    engine.run(*reqs)
+    assert [list(req.output_ids_through_stop) for req in reqs] == expected
+    before = 0  # requests of the step before
+    for planned, count in seen:
+        assert planned == (count == before)
+        before = count
+    assert sum(planned for planned, _ in seen) > len(seen) / 2
+
+
+def test_a_prefill_forgets_the_plan(engine):
+    """Its draft writes the buffers that the plan lies in."""
+    engine.add(prompt(1, 12), max_new_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        engine.step()
+    assert engine.worker.verifier._planned is not None
+    engine.add(prompt(2, 12), max_new_tokens=40, ignore_eos=True)
+    engine.step()
+    assert engine.worker.verifier._planned is None
