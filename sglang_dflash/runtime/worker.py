@@ -78,11 +78,10 @@ class DFlashWorker:
         counters = StepCounters(block_size) if counted else None
         self.committer = Committer(block_size, widths != (block_size,), counters)
         use_graphs(self.model_runner, runner)
-        if isinstance(
-            graphs := self.model_runner.piecewise_cuda_graph_runner, PiecewiseCudaGraphRunner
-        ):
+        prefills = self.model_runner.piecewise_cuda_graph_runner
+        if isinstance(prefills, PiecewiseCudaGraphRunner):
             # What is captured hands out hidden states; only the runner does not know.
-            graphs.capture_hidden_mode = CaptureHiddenMode.FULL
+            prefills.capture_hidden_mode = CaptureHiddenMode.FULL
         self._block_size, self._width = block_size, widths[-1]
         self._at = torch.arange(block_size, device=self.device)
         self._drafts_ahead = draft_ahead(server_args)
