@@ -28,6 +28,7 @@ from sglang.srt.eplb import expert_location
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+from sglang.srt.model_executor import input_buffers
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -36,10 +37,12 @@ from sglang_dflash.launch import free_port
 _ids = itertools.count()
 
 
-def _forget_process_groups() -> None:
+def _forget_engine() -> None:
+    """What SGLang keeps for the whole process, which has one engine elsewhere."""
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     expert_location._global_expert_location_metadata = None
+    input_buffers._forward_input_buffer_pool.clear()
     gc.collect()
 
 
@@ -83,7 +86,7 @@ class InProcess:
         except BaseException:
             for context in [o for o in gc.get_objects() if isinstance(o, zmq.Context)]:
                 context.destroy(linger=0)
-            _forget_process_groups()
+            _forget_engine()
             raise
         self.worker = self.scheduler.draft_worker
         self.allocator = self.scheduler.token_to_kv_pool_allocator
@@ -99,7 +102,7 @@ class InProcess:
             inbox.context.destroy(linger=0)
         self._sinks.destroy(linger=0)
         self.scheduler = self.worker = self.allocator = self.rows = None
-        _forget_process_groups()
+        _forget_engine()
 
     def add(self, input_ids: list[int], eos: int | None = None, **options: Any) -> Req:
         """Hand a request to the scheduler as its HTTP side would; returns its Req.

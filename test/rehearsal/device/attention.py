@@ -1,0 +1,224 @@
+"""The attention kernels of FlashAttention 3 and FlashInfer, in torch, by their documentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from test.rehearsal.device.memory import DeviceError
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The last q positions of one request, and [q, heads] the logarithms of their sums.
+
+    q: [q, heads, D]; k, v: [kv, kv_heads, D or D_v]. causal: aligned to the lower right; left: keys
+    before a query that it sees, -1: all.
+    """
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(groups, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+    if causal:
+        scores.masked_fill_(key > at, float("-inf"))
+    if left >= 0:
+        scores.masked_fill_(key < at - left, float("-inf"))
+    # A row that sees nothing is zero.
+    probabilities = scores.softmax(dim=-1).nan_to_num_(0.0)
+    return torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype), scores.logsumexp(-1).T
+
+
+def flash_attention_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: None,
+    v_new: None,
+    q_v: None,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    seqused_q: None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None,
+    page_table: Tensor | None,
+    kv_batch_idx: None,
+    leftpad_k: None,
+    rotary_cos: None,
+    rotary_sin: None,
+    seqlens_rotary: None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    attention_chunk: int,
+    softcap: float,
+    is_rotary_interleaved: bool,
+    scheduler_metadata: None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sgl_kernel::fwd` with a page table. q: [n, heads, D]; k, v: [pages, page, kv_heads, D]."""
+    assert page_table is not None and seqused_k is not None
+    assert not any((attention_chunk, k_new is not None, q_v is not None, sinks is not None))
+    ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
+    page = k.shape[1]
+    made = torch.zeros_like(q[..., : v.shape[-1]]) if out is None else out
+    for i, length in enumerate(used):
+        count = ends[i + 1] - ends[i]
+        if count > max_seqlen_q:
+            raise DeviceError(f"{count} queries, but max_seqlen_q is {max_seqlen_q}")
+        pages = tables[i, : -(-length // page)]
+        if len(pages) * page < length or bool((pages >= len(k)).any()):
+            raise DeviceError(f"{length} keys behind a page table of {tables.shape[1]} pages")
+        keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        rows = slice(ends[i], ends[i + 1])
+        causal = is_causal or window_size_right == 0
+        attended, _ = attend(
+            q[rows], keys, values, softmax_scale, causal, window_size_left, softcap
+        )
+        made[rows] = attended.view_as(made[rows])
+    nothing = torch.empty(0)
+    return made, nothing, nothing, nothing
+
+
+class FlashInferPrefill:
+    """The compiled module `batch_prefill` of FlashInfer, of its FA2 or FA3 kernels."""
+
+    def __init__(self, backend: str) -> None:
+        self._caps = {"fa2": slice(8, 10), "fa3": slice(4, 6)}[backend]
+
+    def plan(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        pinned_workspace: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_lens: Tensor,
+        *_: Any,
+    ) -> list[int]:
+        """The host's lengths go to the device by one copy: a graph reads them again."""
+        if any(t.is_cuda for t in (qo_indptr, kv_indptr, kv_lens)):
+            raise DeviceError("FlashInfer plans with host tensors")
+        lens = torch.cat([qo_indptr.diff().long(), kv_lens.long()])
+        pinned = pinned_workspace.view(torch.int64)[: len(lens)]
+        pinned.copy_(lens)
+        int_workspace.view(torch.int64)[: len(lens)].copy_(pinned, non_blocking=True)
+        return [len(kv_lens)]
+
+    def paged_run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan: list[int],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_len: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        *options: Any,
+    ) -> None:
+        """q: [n, heads, D]; k, v: [pages, page, kv_heads, D]."""
+        softcap, scale = options[self._caps]
+        starts, page = kv_indptr.tolist(), k.shape[1]
+
+        def keys_of(i: int) -> tuple[Tensor, Tensor]:
+            pages = kv_indices[starts[i] : starts[i + 1]].long()
+            length = (len(pages) - 1) * page + int(kv_last_page_len[i]) if len(pages) else 0
+            return k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
+
+        how = mask_mode, layout, window_left, softcap, scale
+        self._run(int_workspace, plan, q, qo_indptr, keys_of, out, lse, *how)
+
+    def ragged_run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan: list[int],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        *options: Any,
+    ) -> None:
+        """q: [n, heads, D]; k, v: [m, kv_heads, D]."""
+        softcap, scale = options[self._caps]
+        starts = kv_indptr.tolist()
+
+        def keys_of(i: int) -> tuple[Tensor, Tensor]:
+            rows = slice(starts[i], starts[i + 1])
+            return k[rows], v[rows]
+
+        how = mask_mode, layout, window_left, softcap, scale
+        self._run(int_workspace, plan, q, qo_indptr, keys_of, out, lse, *how)
+
+    def _run(
+        self,
+        int_workspace: Tensor,
+        plan: list[int],
+        q: Tensor,
+        qo_indptr: Tensor,
+        keys_of: Callable[[int], tuple[Tensor, Tensor]],
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        softcap: float,
+        scale: float,
+    ) -> None:
+        """mask_mode: 0 all see all, 1 causal; layout: 0 NHD."""
+        assert mask_mode in (0, 1) and layout == 0
+        (count,) = plan
+        planned = int_workspace.view(torch.int64)[: 2 * count].tolist()
+        ends = qo_indptr.tolist()
+        for i in range(count):
+            keys, values = keys_of(i)
+            found = ends[i + 1] - ends[i], max(1, len(keys))  # FlashInfer plans one for none
+            if found != (told := (planned[i], planned[count + i])):
+                raise DeviceError(f"request {i} has {found} rows and keys, {told} were planned")
+            rows = slice(ends[i], ends[i + 1])
+            causal = mask_mode == 1
+            out[rows], sums = attend(q[rows], keys, values, scale, causal, window_left, softcap)
+            if lse is not None:
+                lse[rows] = sums / math.log(2)
+
+
+def merge_state(
+    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor, s_merged: Tensor
+) -> None:
+    """FlashInfer's: attention over two parts of the keys, by their sums (of base 2)."""
+    both = torch.stack([s_a, s_b])
+    s_merged.copy_(both.mul(math.log(2)).logsumexp(0) / math.log(2))
+    weight_a, weight_b = (both - s_merged).exp2().nan_to_num_(0.0)[..., None]
+    v_merged.copy_(v_a * weight_a + v_b * weight_b)

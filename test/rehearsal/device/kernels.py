@@ -1,0 +1,99 @@
+"""Triton's kernels: compiled for sm_90 as they are launched, and run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver, interpreter
+from triton.runtime.jit import JITFunction
+
+from test.rehearsal.device import memory
+
+HOPPER = GPUTarget("cuda", 90, 32)
+COMPILED: dict[str, set[str]] = {}  # kernel to the kinds of arguments it was compiled for
+compiling = False
+
+
+class Driver(DriverBase):
+    """What Triton's compiler asks of a GPU."""
+
+    def __init__(self) -> None: ...
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        return memory.CUDA
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+class InPlace(interpreter.GridExecutor):
+    """Runs on the device's own memory, which a CPU can read."""
+
+    def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
+
+    def _restore_args_dev(self, *_: Any) -> None: ...
+
+
+def _interpreted(kernel: JITFunction) -> interpreter.InterpretedFunction:
+    if not hasattr(kernel, "interpreted"):
+        kernel.interpreted = interpreter.InterpretedFunction(kernel.fn)
+    return kernel.interpreted
+
+
+def _run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    name = f"{kernel.fn.__module__.removeprefix('sglang.')}:{kernel.fn.__name__}"
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and not memory.on_device(value):
+            raise memory.DeviceError(f"{name} is given a host tensor ({memory.caller()})")
+    if compiling:
+        _compile(kernel, name, args, kwargs)
+    options = {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+
+    def launch() -> None:
+        with memory.inside():
+            executor = InPlace(_interpreted(kernel).rewrite(), kernel.arg_names, grid)
+            executor(*args, **options)
+
+    launch()
+    memory.launched(name, launch)
+
+
+def _compile(kernel: JITFunction, name: str, args: Any, kwargs: Any) -> None:
+    before = {id(k) for k in kernel.device_caches[0][0].values()}
+    made = _jit_run(kernel, *args, grid=None, warmup=True, **kwargs)
+    assert made.asm["cubin"]
+    if id(made) not in before:
+        signature = made.src.signature
+        COMPILED.setdefault(name, set()).add(", ".join(f"{k}: {v}" for k, v in signature.items()))
+
+
+_jit_run = JITFunction.run
+
+
+def pretend() -> None:
+    driver.set_active(Driver())
+    kind: Any = JITFunction
+    kind.run = _run
+    kind.__call__ = lambda self, *args, **kwargs: _interpreted(self)(*args, **kwargs)
+    interpreter.InterpretedFunction.pre_run_hooks = []
+    triton.knobs.runtime.interpret = False

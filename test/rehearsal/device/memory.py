@@ -1,0 +1,279 @@
+"""Memory of the pretended GPU: host memory whose storage is marked, and what may be done with it.
+
+Every operation of torch comes through `DeviceMode`. What it may do follows CUDA's semantics: host
+and device tensors do not meet, what the host reads makes it wait, and a copy that does not block
+arrives when the host has waited for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+aten = torch.ops.aten
+
+# Calls whose result has a shape that follows from values: the host must know them.
+OF_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+OF_VALUES |= {"_local_scalar_dense", "equal", "is_nonzero"}
+# Calls that take host tensors beside those of the device: torch copies them over.
+TAKE_INDICES = {"index", "index_put_", "index_put", "_index_put_impl_"}
+NO_KERNEL = {"detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided"}
+NO_KERNEL |= {"new_empty_strided", "set_", "resize_", "_has_compatible_shallow_copy_type"}
+
+
+class DeviceError(RuntimeError):
+    """What CUDA, or torch on CUDA, would refuse."""
+
+
+@dataclass
+class Log:
+    """What the device was asked to do, since it was last emptied."""
+
+    launches: list[str] = field(default_factory=list)  # outside graphs
+    copies: list[str] = field(default_factory=list)
+    replays: int = 0
+    waits: list[str] = field(default_factory=list)  # who waited, and by what
+
+    def clear(self) -> None:
+        self.launches.clear()
+        self.copies.clear()
+        self.waits.clear()
+        self.replays = 0
+
+
+LOG = Log()
+
+
+def on_device(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "on_device", False)
+
+
+def mark(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().on_device = True
+    return tensor
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned", False)
+
+
+_inside = 0  # of what the device does itself
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """What the device does: on its own memory, seen by nobody."""
+    global _inside
+    _inside += 1
+    with _disable_current_modes():
+        yield
+    _inside -= 1
+
+
+def caller() -> str:
+    """Who asked: the innermost frame that is neither torch's nor the device's own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "torch" not in path.parts and path.parent != Path(__file__).parent:
+            return f"{path.parent.name}/{path.name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def waited(what: str) -> None:
+    """The host waits for the device."""
+    if _inside:
+        return
+    if Recording.current is not None:
+        raise DeviceError(f"{what} is not permitted while a graph is captured ({caller()})")
+    LOG.waits.append(f"{caller()} {what}")
+
+
+def poison(tensor: Tensor) -> None:
+    """Leave nothing that could pass for a value."""
+    with inside():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+# ---------------------------------------------------------------------------------------------
+# copies between host and device
+
+_ARRIVING: list[tuple[Tensor, Tensor]] = []  # what a copy without blocking brings: to, value
+
+
+def arrive(count: int | None = None) -> None:
+    """Copies that were queued before the host waited are there."""
+    with inside():
+        for there, value in _ARRIVING[:count]:
+            there.copy_(value)
+    del _ARRIVING[:count]
+
+
+def queued() -> int:
+    return len(_ARRIVING)
+
+
+def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
+    """Copy between host and device; both have one shape or broadcast."""
+    to_device, host = on_device(there), here if on_device(there) else there
+    LOG.copies.append("to device" if to_device else "to host")
+    pinned = is_pinned(host)
+    if Recording.current is not None and not pinned:
+        raise DeviceError(f"a copy of pageable memory in a graph ({caller()})")
+    if not non_blocking:
+        waited("copy " + LOG.copies[-1])
+        arrive()
+    with inside():
+        if to_device or not non_blocking:
+            there.copy_(here)
+            return
+        _ARRIVING.append((there, here.to(there.dtype, copy=True)))
+        poison(there)
+
+
+def moved(tensor: Tensor, to_device: bool, dtype: torch.dtype, non_blocking: bool) -> Tensor:
+    """A copy on the other side."""
+    with inside():
+        there = torch.empty_like(tensor, dtype=dtype)
+    if to_device:
+        mark(there)
+    elif non_blocking:
+        there.untyped_storage().pinned = True  # as torch makes it
+    copy_over(there, tensor, non_blocking)
+    return there
+
+
+# ---------------------------------------------------------------------------------------------
+# operations
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+TWINS: dict[str, Callable[..., Any]] = {}  # of operations that a CPU has not, by name
+
+
+BODIES: dict[str, Callable[..., Any]] = {}  # of operations that are written in Python
+
+
+class Recording:
+    """The launches of a graph while it is captured, and the memory that they made."""
+
+    current: Recording | None = None
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
+        self.made: list[Tensor] = []
+
+    def add(self, launch: Callable[[], Any], made: list[Tensor]) -> None:
+        """A replay runs `launch` again and brings what it makes to where it was the first time."""
+
+        def again() -> None:
+            result = launch()
+            results = result if isinstance(result, (list, tuple)) else [result]
+            for there, here in zip(made, [t for t in results if isinstance(t, Tensor)]):
+                there.copy_(here)
+
+        self.launches.append(again if made else launch)
+        self.made.extend(made)
+
+
+def launched(name: str, launch: Callable[[], Any], made: list[Tensor] | None = None) -> None:
+    """Note a kernel: in the graph that is captured, else in the log."""
+    if Recording.current is not None:
+        Recording.current.add(launch, made or [])
+    else:
+        LOG.launches.append(name)
+
+
+class DeviceMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = list(tensors_in(args)) + (list(tensors_in(kwargs)) if kwargs else [])
+        wanted = kwargs.get("device")
+        here = [on_device(tensor) for tensor in given]
+        if (body := BODIES.get(func._schema.name)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        if not any(here) and (wanted is None or wanted.type != "cuda"):
+            pinned = kwargs.pop("pin_memory", None)
+            result = func(*args, **kwargs)
+            if pinned:
+                result.untyped_storage().pinned = True
+            return result
+        with inside():
+            return self._on_device(func, args, kwargs, given, here, wanted)
+
+    def _on_device(
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[bool], wanted: Any
+    ) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if name == "copy_" and here[0] != here[1]:
+            copy_over(args[0], args[1], (args[2:] or [kwargs.get("non_blocking", False)])[0])
+            return args[0]
+        if name == "_to_copy" and wanted is not None and here[0] != (wanted.type == "cuda"):
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return moved(args[0], not here[0], dtype, kwargs.get("non_blocking", False))
+        if wanted is not None:
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        self._check(name, args, kwargs, given, here)
+        run = TWINS.get(f"{namespace}::{name}", func)
+        result = run(*args, **kwargs)
+        results = result if isinstance(result, (list, tuple)) else [result]
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        fresh = [
+            mark(t)
+            for t in results
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in storages
+        ]
+        if name in NO_KERNEL:
+            if Recording.current is not None:
+                Recording.current.made.extend(fresh)
+        elif fresh or run is not func or func._schema.is_mutable:
+            launched(f"{namespace}::{name}", lambda: run(*args, **kwargs), fresh)
+        return result
+
+    def _check(self, name: str, args: Any, kwargs: Any, given: list[Tensor], here: Any) -> None:
+        strangers = [t for t, there in zip(given, here, strict=True) if not there and t.dim() > 0]
+        if "device" in kwargs:  # of the shape of another
+            return
+        if name in TAKE_INDICES:
+            indices = [t for t in args[1] if t is not None]
+            masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
+            if strangers and not on_device(args[0]):
+                raise DeviceError(f"{name} of a host tensor by a device tensor ({caller()})")
+            if any(not on_device(t) and t.dim() for t in indices):
+                waited("copy of an index")
+            filled = name != "index" and args[2].numel() == 1
+            if masks and not filled:
+                waited("index by a mask")
+            strangers = [t for t in strangers if all(t is not i for i in indices)]
+        elif name in OF_VALUES or (name == "repeat_interleave" and "output_size" not in kwargs):
+            waited(name)
+            arrive()
+        if strangers:
+            shapes = [(tuple(t.shape), on_device(t)) for t in given]
+            raise DeviceError(f"{name}: host and device tensors meet, {shapes} ({caller()})")

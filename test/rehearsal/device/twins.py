@@ -1,0 +1,196 @@
+"""Compiled kernels that SGLang calls, in torch: of sgl_kernel, of SGLang's own and FlashInfer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from test.rehearsal.device import memory
+from test.rehearsal.device.attention import (
+    FlashInferPrefill,
+    flash_attention_3,
+    merge_state,
+)
+
+
+def kernel(name: str, twin: Callable[..., None]) -> Callable[..., None]:
+    """A launch of a kernel that writes into its arguments."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        for tensor in memory.tensors_in([*args, *kwargs.values()]):
+            if not memory.on_device(tensor) and tensor.numel():
+                raise memory.DeviceError(f"{name} is given a host tensor ({memory.caller()})")
+
+        def run() -> None:
+            with memory.inside():
+                twin(*args, **kwargs)
+
+        run()
+        memory.launched(name, run)
+
+    return launch
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return (x32 * weight.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    out.copy_(_normed(x, weight, eps))
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    residual.add_(x)
+    x.copy_(_normed(residual, weight, eps))
+
+
+def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    rms_norm(q, q_weight, q, eps)
+    rms_norm(k, k_weight, k, eps)
+
+
+def silu_and_mul(x: Tensor, out: Tensor) -> None:
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
+
+
+def store_cache(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, _: int, limit: int
+) -> None:
+    assert 0 <= int(slots.min()) and int(slots.max()) < limit, "a slot outside of the KV pool"
+    k_cache[slots], v_cache[slots] = k, v
+
+
+def clamp_position(out: Tensor, lens: Tensor) -> None:
+    out.copy_((lens - 1).clamp_(min=0))
+
+
+def top_k_top_p_sampling(
+    probs: Tensor,
+    samples: Tensor,
+    valid: Tensor,
+    indices: None,
+    top_k: Tensor,
+    _: int,
+    top_p: Tensor,
+    *__: Any,
+) -> None:
+    """One token a row of the k likeliest whose sum is below p."""
+    ordered, order = probs.sort(descending=True)
+    out = torch.arange(probs.shape[1]) >= top_k[:, None]
+    out |= ordered.cumsum(-1) - ordered > top_p[:, None]
+    rank = torch.multinomial(ordered.masked_fill(out, 0.0), 1)
+    samples.copy_(order.gather(1, rank).squeeze(1))
+
+
+def _rope(is_neox: str) -> Callable[..., None]:
+    assert is_neox == "true"
+
+    def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+        for x in (q, k):
+            first, second = x.float().chunk(2, dim=-1)
+            x.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+
+    return rope
+
+
+def whole_heads_rope(
+    positions: Tensor, q: Tensor, k: Tensor | None, size: int, cos_sin: Tensor, is_neox: bool
+) -> None:
+    parts = [x.view(len(positions), -1, size) for x in (q, k) if x is not None]
+    _rope("true" if is_neox else "false")(*parts, cos_sin, positions)
+
+
+def load_jit(*marks: str, **_: Any) -> SimpleNamespace:
+    """`sglang.jit_kernel.utils.load_jit`: the kernels of a module, which is compiled by nvcc."""
+
+    def activation(x: Tensor, out: Tensor, kind: str) -> None:
+        assert kind == "silu"
+        silu_and_mul(x, out)
+
+    twins: dict[str, dict[str, Callable[..., None]]] = {
+        "qknorm": {"qknorm": qk_norm},
+        "rmsnorm": {"rmsnorm": rms_norm},
+        "fused_add_rmsnorm": {"fused_add_rmsnorm": fused_add_rms_norm},
+        "activation": {"run_activation": activation},
+        "kvcache": {"store_cache": store_cache},
+        "rotary_embedding": {"rotary_embedding": whole_heads_rope},
+        "clamp_position": {"clamp_position": clamp_position},
+        "fused_rope": {"run_rope": _rope(marks[1]) if marks[0] == "fused_rope" else qk_norm},
+    }
+    if marks[0] not in twins:
+        raise memory.DeviceError(f"no twin of the kernels {marks}")
+    return SimpleNamespace(**{n: kernel(f"jit:{n}", t) for n, t in twins[marks[0]].items()})
+
+
+def _flashinfer_prefill(backend: str) -> SimpleNamespace:
+    module = FlashInferPrefill(backend)
+    names = ("paged_run", "ragged_run")
+    runs = {name: kernel(f"flashinfer:{name}", getattr(module, name)) for name in names}
+    return SimpleNamespace(plan=module.plan, **runs)
+
+
+def _spec(module: SimpleNamespace) -> SimpleNamespace:
+    """What FlashInfer's `gen_..._module` gives, which nvcc would compile."""
+    return SimpleNamespace(build_and_load=lambda: module)
+
+
+def pretend() -> None:
+    memory.TWINS |= {
+        "sgl_kernel::fwd": flash_attention_3,
+        "sgl_kernel::rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
+        "sgl_kernel::fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
+        "sgl_kernel::get_scheduler_metadata": lambda *_: torch.empty(0, dtype=torch.int32),
+        "sgl_kernel::silu_and_mul": lambda out, x, *_: silu_and_mul(x, out),
+    }
+    _pretend_flashinfer()
+    _pretend_jit()
+
+
+def _pretend_jit() -> None:
+    from sglang.jit_kernel import utils
+
+    utils.load_jit = load_jit
+    from sglang.srt.utils import common
+
+    register = common.direct_register_custom_op
+
+    def registered(op_name: str, op_func: Any, *args: Any, **kwargs: Any) -> None:
+        memory.BODIES[f"sglang::{op_name}"] = op_func
+        register(op_name, op_func, *args, **kwargs)
+
+    common.direct_register_custom_op = registered
+
+
+def _pretend_flashinfer() -> None:
+    from flashinfer import cascade, norm, prefill, sampling
+    from flashinfer.jit.core import JitSpec
+    from flashinfer.jit.utils import filename_safe_dtype_map
+
+    filename_safe_dtype_map[torch.float32] = "f32"  # its kernels have none; ours compare in it
+    prefill.gen_batch_prefill_module = lambda backend, *_: _spec(_flashinfer_prefill(backend))
+    merge = kernel("flashinfer:merge_state", merge_state)
+    cascade.gen_cascade_module = lambda: _spec(SimpleNamespace(merge_state=merge))
+    norms = {
+        "rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
+        "fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
+    }
+    norms = {name: kernel(f"flashinfer:{name}", twin) for name, twin in norms.items()}
+    norm.gen_norm_module = lambda: _spec(SimpleNamespace(**norms))
+    sampling.get_seed_and_offset = lambda *_: (0, 0)  # the device's own generator
+    drawn = {"top_k_top_p_sampling_from_probs": top_k_top_p_sampling}
+    drawn = {name: kernel(f"flashinfer:{name}", twin) for name, twin in drawn.items()}
+    sampling.gen_sampling_module = lambda: _spec(SimpleNamespace(**drawn))
+
+    def refuse(spec: Any) -> None:
+        raise memory.DeviceError(f"no twin of {spec.name}")
+
+    JitSpec.build_and_load = refuse
