@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint import hub, load, speculators
@@ -24,7 +24,8 @@ from sglang_dflash.flags import draft_ahead, verify_widths
 
 logger = logging.getLogger(__name__)
 
-DRAFT_BACKENDS = {"cuda": ("flashinfer", "fa3", "triton"), "cpu": ("torch_native",)}
+# The first is advised: on CUDA the one that serves every target and runs on every GPU.
+DRAFT_BACKENDS = {"cuda": ("triton", "fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 # Flags that cannot be served exactly: (attribute, values that are fine, what to do).
 REFUSED_FLAGS: tuple[tuple[str, tuple, str], ...] = (
@@ -101,6 +102,12 @@ def adopt_speculators(server_args: ServerArgs) -> None:
 
 def handle_dflash(server_args: ServerArgs) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
+    if is_deepseek_dsa(server_args.get_model_config().hf_config):
+        raise Refusal(
+            f"The target {server_args.model_path} attends to tokens that it picks (DSA), with "
+            "backends of its own, which this release does not verify with: serve it without "
+            "--speculative-algorithm DFLASH."
+        )
     for name, fine, advice in REFUSED_FLAGS:
         if getattr(server_args, name) not in fine:
             flag = name.replace("_", "-")

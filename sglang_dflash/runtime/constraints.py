@@ -68,7 +68,10 @@ def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) 
     for i, (req, tokens) in enumerate(zip(batch.reqs, rows, strict=True)):
         if req.grammar is not None and not req.grammar.finished:
             _walk(req.grammar, tokens, mask, i * width)
-    first.apply_vocab_mask(logits=logits, vocab_mask=first.move_vocab_mask(mask, logits.device))
+    dense = logits.contiguous()  # SGLang's kernel takes the width of a row for its stride
+    first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, logits.device))
+    if dense is not logits:
+        logits.copy_(dense)
 
 
 def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int) -> None:

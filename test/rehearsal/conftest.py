@@ -58,14 +58,10 @@ class OnPretendedDevice(pytest.Item):
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random target and draft, as small as the kernels of a GPU allow."""
-    from test.checkpoints import draft_config, draft_weights, write_draft, write_target
+    from test.checkpoints import write_draft, write_target
+    from test.rehearsal.serving import HEADS, small_draft
 
     folder = tmp_path_factory.mktemp("small")
-    heads = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    write_target(folder / "target", num_hidden_layers=2, **heads)
-    layers = {"target_layer_ids": [0, 1]}
-    config = draft_config(
-        num_target_layers=2, num_hidden_layers=1, dflash_config=layers, **heads
-    )
-    write_draft(folder / "draft", config, draft_weights(config))
+    write_target(folder / "target", num_hidden_layers=2, **HEADS)
+    write_draft(folder / "draft", *small_draft())
     return folder

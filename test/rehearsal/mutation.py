@@ -1,31 +1,30 @@
 """Mutations of our own code: a check that none of them fails would show nothing."""
 
 from __future__ import annotations
-
 import __future__
+
 import inspect
-import pkgutil
-import sys
 import textwrap
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str) -> None:
-    """Put `new` for `old` in the source of a function of ours, "module:name" or "module:Class.name".
+    """Put `new` for `old`, which stands once in the source of a function of ours.
 
-    `old` stands in it once; a name of another package is given in full.
+    function: "module:name" or "module:Class.name", where the callers look it up.
     """
-    module, _, name = function.partition(":")
-    module = f"sglang_dflash.{module}"
-    owner = pkgutil.resolve_name(f"{module}:{name}".rpartition(".")[0]) if "." in name else None
-    owner = owner or sys.modules[module]
-    name = name.rpartition(".")[2]
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(vars(owner)[name])))
+    place, _, name = function.partition(":")
+    module = import_module(f"sglang_dflash.{place}")
+    kind, _, name = name.rpartition(".")
+    owner = getattr(module, kind) if kind else module
+    original = inspect.unwrap(vars(owner)[name])
+    source = textwrap.dedent(inspect.getsource(original))
     assert source.count(old) == 1, f"{function} has {source.count(old)} of {old!r}"
     flags = __future__.annotations.compiler_flag
     code = compile(source.replace(old, new), f"<mutated {function}>", "exec", flags)
     made: dict[str, Any] = {}
-    exec(code, vars(sys.modules[module]), made)
+    exec(code, original.__globals__, made)
     monkeypatch.setattr(owner, name, made[name])

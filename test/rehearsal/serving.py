@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import Qwen3ForCausalLM
+
+from test.checkpoints import draft_config, draft_weights
 from test.forced import Forced
 from test.inprocess import InProcess
+from test.reference import Semantics, draft_block
 from test.worker.conftest import facts, prompt
 
 SHARED = prompt(900, 36)  # two pages and a bit that several prompts begin with
+HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 N = {"max_new_tokens": 20, "ignore_eos": True}
+
+
+GRAMMAR = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 12}
+Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, tokens
 
 
 @dataclass
@@ -20,6 +29,13 @@ class Asked:
     ids: list[int]
     options: dict[str, Any]
     answer: dict[str, Any] | None = None  # without speculation, graphs and company
+
+
+def small_draft(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration and weights of a draft of the `small` target."""
+    layers = {"dflash_config": {"target_layer_ids": [0, 1]}, "num_target_layers": 2}
+    config = draft_config(**HEADS | layers | {"num_hidden_layers": 1} | changes)
+    return config, draft_weights(config)
 
 
 def engine(folder: Path, backend: str, draft: bool = True, **flags: Any) -> InProcess:
@@ -39,7 +55,7 @@ def all_kinds() -> dict[str, Asked]:
         "greedy": Asked(SHARED, N),
         "short": Asked(prompt(901, 3), N | {"max_new_tokens": 9}),
         "logprobs": Asked(prompt(902, 20), N | {"return_logprob": True, "top_logprobs_num": 2}),
-        "grammar": Asked(prompt(903, 10), {"regex": "(t01[0-9]|t02[0-9]){8}"}),
+        "grammar": Asked(prompt(903, 10), GRAMMAR),
         "penalties": Asked(prompt(904, 17), N | {"frequency_penalty": 0.7, "min_new_tokens": 4}),
         "sampled": Asked(prompt(905, 12), N | {"temperature": 0.9, "top_k": 4, "top_p": 0.9}),
         "bias": Asked(prompt(906, 8), N | {"logit_bias": {"17": 3.0}}),
@@ -48,8 +64,8 @@ def all_kinds() -> dict[str, Asked]:
     }
 
 
-def answer(folder: Path, asked: dict[str, Asked], **flags: Any) -> None:
-    """Fill in the answers. `stop` is then told to end at a token in its middle."""
+def answer(folder: Path, asked: dict[str, Asked], **flags: Any) -> dict[str, Asked]:
+    """With the answers filled in. `stop` is then told to end at a token in its middle."""
     flags = {"disable_cuda_graph": True, "disable_radix_cache": True} | flags
     with engine(folder, "fa3", draft=False, **flags) as run:
 
@@ -64,6 +80,7 @@ def answer(folder: Path, asked: dict[str, Asked], **flags: Any) -> None:
             asked["stop"].options["stop_token_ids"] = [ids[end]]
         for one in asked.values():
             one.answer = alone(one)
+    return asked
 
 
 def forced(run: InProcess) -> Forced:
@@ -71,6 +88,20 @@ def forced(run: InProcess) -> Forced:
     counts = itertools.cycle([3, 0, 7, 1, 5])
     run.worker.drafter = Forced(run.worker.drafter, lambda _: next(counts))
     return run.worker.drafter
+
+
+def recorded(run: InProcess) -> Drafts:
+    """Of every drafted block, as they come: its request, the anchor's position and its tokens."""
+    drafts, propose = [], run.worker.drafter.propose
+
+    def proposed(batch: Any, *where: Any) -> Any:
+        block = propose(batch, *where)
+        rows = zip(batch.reqs, block.position_ids.tolist(), block.token_ids.tolist(), strict=True)
+        drafts.extend((req.rid, at[0], tokens) for req, at, tokens in rows)
+        return block
+
+    run.worker.drafter.propose = proposed
+    return drafts
 
 
 def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, Any]:
@@ -85,6 +116,17 @@ def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, 
     return reqs
 
 
+def served(
+    folder: Path, asked: dict[str, Asked], backend: str, apart: int = 2, **flags: Any
+) -> tuple[dict[str, Any], Drafts]:
+    """What `serve` gives with these flags, exact, and all that was drafted."""
+    with engine(folder, backend, **flags) as run:
+        drafts = recorded(run)
+        reqs = serve(run, asked, apart)
+    assert_exact(reqs, asked)
+    return reqs, drafts
+
+
 def assert_exact(reqs: dict[str, Any], asked: dict[str, Asked]) -> None:
     """What a client sees is what it sees without speculation."""
     for name, req in reqs.items():
@@ -96,3 +138,26 @@ def assert_exact(reqs: dict[str, Any], asked: dict[str, Asked]) -> None:
             assert found[field] == told[field], (name, field, found[field], told[field])
         for ours, theirs in zip(found["logprobs"] or (), told["logprobs"] or (), strict=True):
             assert abs(ours - theirs) < 1e-4, name
+
+
+def assert_drafts(
+    folder: Path,
+    reqs: dict[str, Any],
+    drafts: Drafts,
+    draft: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    **semantics: Any,
+) -> None:
+    """Blocks of these finished requests are what plain PyTorch drafts behind the same tokens.
+
+    draft: its configuration and weights, None: those of `small_draft`.
+    """
+    model = Qwen3ForCausalLM.from_pretrained(folder / "target").eval()
+    config, weights = draft or small_draft()
+    expected = Semantics.of_zlab(config, **semantics)
+    for req in reqs.values():
+        ids = list(req.origin_input_ids) + list(req.output_ids)
+        blocks = {at: block for rid, at, block in drafts if rid == req.rid and at < len(ids)}
+        assert blocks
+        for at, block in blocks.items():
+            assert block[0] == ids[at]
+            assert block[1:] == draft_block(model, expected, weights, ids[: at + 1]), (at, block)

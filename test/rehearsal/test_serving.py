@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.flags import DRAFT_AHEAD
-from test.checkpoints import draft_config, draft_weights, write_draft
-from test.reference import Semantics, draft_block
-from test.rehearsal.device.memory import DeviceError
-from test.rehearsal.mutation import mutate
-from test.rehearsal.serving import N, Asked, all_kinds, answer, assert_exact, engine, forced, serve
-from test.worker.conftest import facts, prompt
+from test.checkpoints import write_draft
+from test.rehearsal.serving import (
+    GRAMMAR,
+    Asked,
+    N,
+    all_kinds,
+    answer,
+    assert_drafts,
+    assert_exact,
+    engine,
+    serve,
+    served,
+    small_draft,
+)
+from test.worker.conftest import prompt
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
 PAGES = [1, 16]
@@ -21,30 +27,33 @@ PAGES = [1, 16]
 
 @pytest.fixture(scope="module")
 def asked(small):
-    asked = all_kinds()
-    answer(small, asked)
-    return asked
+    return answer(small, all_kinds())
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("page", "ahead"), [(1, "on"), (16, "on"), (16, "off")])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_kinds_of_requests(small, asked, backend, page):
+def test_all_kinds_of_requests(small, asked, monkeypatch, backend, page, ahead):
     """Batches change while they are served; a prefix is cached; a stop lies inside a block."""
-    with engine(small, backend, page_size=page) as run:
-        reqs = serve(run, asked)
-    assert_exact(reqs, asked)
+    monkeypatch.setenv(DRAFT_AHEAD, ahead)
+    reqs, drafts = served(small, asked, backend, page_size=page)
     assert reqs["stop"].finished_reason.to_json()["type"] == "stop"
     assert reqs["radix"].cached_tokens >= 32
     assert reqs["greedy"].spec_verify_ct < 12
+    assert_drafts(small, reqs, drafts)
 
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_retraction(small, backend, page):
     """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
-    asked = {str(i): Asked(prompt(920 + i, 20), N | {"max_new_tokens": 40}) for i in range(4)}
-    answer(small, asked)
-    flags = {"page_size": page, "max_total_tokens": 176, "schedule_conservativeness": 0.01}
+    options = N | {"max_new_tokens": 40}
+    asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
+    flags = {
+        "page_size": page,
+        "max_total_tokens": 176,
+        "schedule_conservativeness": 0.01,
+        "cuda_graph_bs": [4],
+    }
     with engine(small, backend, **flags) as run:
         free = run.allocator.available_size()
         reqs = serve(run, asked, apart=0)
@@ -52,3 +61,49 @@ def test_retraction(small, backend, page):
         assert run.allocator.available_size() == free
     assert sum(req.retraction_count for req in reqs.values()) > 0
     assert_exact(reqs, asked)
+
+
+SEEDED = {"enable_deterministic_inference": True, "cuda_graph_bs": [2]}
+
+
+@pytest.fixture(scope="module")
+def seeded(small):
+    drawn = N | {"max_new_tokens": 8, "temperature": 1.0}
+    asked = {
+        "plain": Asked(prompt(940, 5), drawn | {"sampling_seed": 7}),
+        "sorted": Asked(prompt(941, 9), drawn | {"sampling_seed": 8, "top_k": 30}),
+    }
+    return answer(small, asked, **SEEDED)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_seeded_draws(small, seeded, backend):
+    """The deterministic kernels of SGLang, and a draw by the seed of each request."""
+    served(small, seeded, backend, **SEEDED)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_grammars_of_one_prefill(small, graphs):
+    """SGLang's mask takes the width of a row for its stride, and the vocabulary is padded."""
+    asked = answer(small, {str(i): Asked(prompt(930 + i, 8), GRAMMAR) for i in range(3)})
+    served(small, asked, "fa3", apart=0, disable_cuda_graph=not graphs)
+
+
+def test_the_context_ends_inside_a_block(small):
+    """FA3's page tables hold the rows of a block behind the context."""
+    asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
+    served(small, asked, "fa3", page_size=16, context_length=96)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_draft_with_windows(small, tmp_path, causal):
+    """SGLang's Triton backend lists the KV of a window, of which the draft tells it."""
+    method = {"target_layer_ids": [0, 1], "causal": causal}
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    windowed = small_draft(dflash_config=method, **windows)
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", *windowed)
+    asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
+    flags = {"speculative_draft_attention_backend": "triton", "cuda_graph_bs": [1]}
+    reqs, drafts = served(tmp_path, asked, "fa3", **flags)
+    assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, causal)])

@@ -73,7 +73,8 @@ def flash_attention_3(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`sgl_kernel::fwd` with a page table. q: [n, heads, D]; k, v: [pages, page, kv_heads, D]."""
-    assert page_table is not None and seqused_k is not None
+    assert page_table is not None
+    assert seqused_k is not None
     assert not any((attention_chunk, k_new is not None, q_v is not None, sinks is not None))
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
     page = k.shape[1]
@@ -198,7 +199,7 @@ class FlashInferPrefill:
         scale: float,
     ) -> None:
         """mask_mode: 0 all see all, 1 causal; layout: 0 NHD."""
-        assert mask_mode in (0, 1) and layout == 0
+        assert (mask_mode in (0, 1), layout) == (True, 0)
         (count,) = plan
         planned = int_workspace.view(torch.int64)[: 2 * count].tolist()
         ends = qo_indptr.tolist()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from test.rehearsal.device import memory
 from test.rehearsal.device.memory import CPU, CUDA, LOG, DeviceError, on_device
@@ -33,7 +35,6 @@ PROPERTIES = SimpleNamespace(
 
 def synchronize(*_: object) -> None:
     memory.waited("synchronize")
-    memory.arrive()
 
 
 class Stream:
@@ -73,8 +74,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        memory.waited("event")
-        memory.arrive(self._queued)
+        memory.waited("event", self._queued)
 
     def elapsed_time(self, _: Event) -> float:
         return 1.0
@@ -215,7 +215,6 @@ def _pretend_tensors() -> None:
     def listed(self: Tensor) -> Any:
         if on_device(self):
             memory.waited("tolist")
-            memory.arrive()
         return tolist(self)
 
     kind.tolist = listed
@@ -242,7 +241,7 @@ def _pretend_tensors() -> None:
         def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
             where, pin = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
             if where is None and not isinstance(data, Tensor):
-                where = torch.get_default_device()
+                where = _default_device()
             with torch.device("cpu"):
                 result: Tensor = original(data, *args, **kwargs)
             if pin:
@@ -264,6 +263,12 @@ def _pretend_tensors() -> None:
     functional.pad_sequence = padded
     storage: Any = torch.UntypedStorage
     storage.is_pinned = lambda self, *_: getattr(self, "pinned", False)
+
+
+def _default_device() -> torch.device | None:
+    """Of a `with torch.device(..)`."""
+    modes = _get_current_function_mode_stack()
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _pretend_nccl() -> None:

@@ -14,8 +14,7 @@ from triton.runtime.jit import JITFunction
 from test.rehearsal.device import memory
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COMPILED: dict[str, set[str]] = {}  # kernel to the kinds of arguments it was compiled for
-compiling = False
+COMPILED: dict[str, set[str]] | None = None  # where a dict: kernels are compiled, by name and kinds
 
 
 class Driver(DriverBase):
@@ -60,12 +59,22 @@ def _interpreted(kernel: JITFunction) -> interpreter.InterpretedFunction:
     return kernel.interpreted
 
 
+def _call(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    """Of a kernel's helper. The interpreter's own leaves Triton's language patched."""
+    function = _interpreted(kernel).rewrite()
+    scope = interpreter._patch_lang(kernel.fn)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
 def _run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     name = f"{kernel.fn.__module__.removeprefix('sglang.')}:{kernel.fn.__name__}"
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and not memory.on_device(value):
             raise memory.DeviceError(f"{name} is given a host tensor ({memory.caller()})")
-    if compiling:
+    if COMPILED is not None:
         _compile(kernel, name, args, kwargs)
     options = {k: v for k, v in kwargs.items() if k in kernel.arg_names}
 
@@ -79,12 +88,12 @@ def _run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
 
 
 def _compile(kernel: JITFunction, name: str, args: Any, kwargs: Any) -> None:
-    before = {id(k) for k in kernel.device_caches[0][0].values()}
+    """As a launch with these arguments would; raises what Triton's compiler raises."""
+    assert COMPILED is not None
     made = _jit_run(kernel, *args, grid=None, warmup=True, **kwargs)
     assert made.asm["cubin"]
-    if id(made) not in before:
-        signature = made.src.signature
-        COMPILED.setdefault(name, set()).add(", ".join(f"{k}: {v}" for k, v in signature.items()))
+    kinds = (f"{name}: {kind}" for name, kind in made.src.signature.items() if kind[0] == "*")
+    COMPILED.setdefault(name, set()).add(", ".join(kinds))
 
 
 _jit_run = JITFunction.run
@@ -94,6 +103,6 @@ def pretend() -> None:
     driver.set_active(Driver())
     kind: Any = JITFunction
     kind.run = _run
-    kind.__call__ = lambda self, *args, **kwargs: _interpreted(self)(*args, **kwargs)
+    kind.__call__ = _call
     interpreter.InterpretedFunction.pre_run_hooks = []
     triton.knobs.runtime.interpret = False

@@ -38,8 +38,8 @@ class DeviceError(RuntimeError):
 class Log:
     """What the device was asked to do, since it was last emptied."""
 
-    launches: list[str] = field(default_factory=list)  # outside graphs
-    copies: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)  # of kernels, outside graphs
+    copies: list[str] = field(default_factory=list)  # between host and device, and on it
     replays: int = 0
     waits: list[str] = field(default_factory=list)  # who waited, and by what
 
@@ -74,9 +74,11 @@ def inside() -> Iterator[None]:
     """What the device does: on its own memory, seen by nobody."""
     global _inside
     _inside += 1
-    with _disable_current_modes():
-        yield
-    _inside -= 1
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _inside -= 1
 
 
 def caller() -> str:
@@ -90,13 +92,17 @@ def caller() -> str:
     return "?"
 
 
-def waited(what: str) -> None:
-    """The host waits for the device."""
+def waited(what: str, queued: int | None = None) -> None:
+    """The host waits for the device, whose copies to it arrive: the first so many, None: all."""
     if _inside:
         return
     if Recording.current is not None:
         raise DeviceError(f"{what} is not permitted while a graph is captured ({caller()})")
     LOG.waits.append(f"{caller()} {what}")
+    with inside():
+        for there, value in _ARRIVING[:queued]:
+            there.copy_(value)
+    del _ARRIVING[:queued]
 
 
 def poison(tensor: Tensor) -> None:
@@ -116,14 +122,6 @@ def poison(tensor: Tensor) -> None:
 _ARRIVING: list[tuple[Tensor, Tensor]] = []  # what a copy without blocking brings: to, value
 
 
-def arrive(count: int | None = None) -> None:
-    """Copies that were queued before the host waited are there."""
-    with inside():
-        for there, value in _ARRIVING[:count]:
-            there.copy_(value)
-    del _ARRIVING[:count]
-
-
 def queued() -> int:
     return len(_ARRIVING)
 
@@ -137,7 +135,6 @@ def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
         raise DeviceError(f"a copy of pageable memory in a graph ({caller()})")
     if not non_blocking:
         waited("copy " + LOG.copies[-1])
-        arrive()
     with inside():
         if to_device or not non_blocking:
             there.copy_(here)
@@ -191,7 +188,7 @@ class Recording:
         def again() -> None:
             result = launch()
             results = result if isinstance(result, (list, tuple)) else [result]
-            for there, here in zip(made, [t for t in results if isinstance(t, Tensor)]):
+            for there, here in zip(made, tensors_in(results), strict=True):
                 there.copy_(here)
 
         self.launches.append(again if made else launch)
@@ -203,7 +200,16 @@ def launched(name: str, launch: Callable[[], Any], made: list[Tensor] | None = N
     if Recording.current is not None:
         Recording.current.add(launch, made or [])
     else:
-        LOG.launches.append(name)
+        (LOG.copies if name == "copy" else LOG.launches).append(name)
+
+
+def _is_memcpy(name: str, args: Any) -> bool:
+    """Whether torch copies on the device without a kernel."""
+    if name not in ("copy_", "clone"):
+        return False
+    there, here = args[0], args[1 if name == "copy_" else 0]
+    same = there.dtype == here.dtype and there.shape == here.shape
+    return same and there.is_contiguous() and here.is_contiguous()
 
 
 class DeviceMode(TorchDispatchMode):
@@ -223,8 +229,7 @@ class DeviceMode(TorchDispatchMode):
             if pinned:
                 result.untyped_storage().pinned = True
             return result
-        with inside():
-            return self._on_device(func, args, kwargs, given, here, wanted)
+        return self._on_device(func, args, kwargs, given, here, wanted)
 
     def _on_device(
         self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[bool], wanted: Any
@@ -241,7 +246,8 @@ class DeviceMode(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         self._check(name, args, kwargs, given, here)
         run = TWINS.get(f"{namespace}::{name}", func)
-        result = run(*args, **kwargs)
+        with inside():
+            result = run(*args, **kwargs)
         results = result if isinstance(result, (list, tuple)) else [result]
         storages = {tensor.untyped_storage()._cdata for tensor in given}
         fresh = [
@@ -253,7 +259,8 @@ class DeviceMode(TorchDispatchMode):
             if Recording.current is not None:
                 Recording.current.made.extend(fresh)
         elif fresh or run is not func or func._schema.is_mutable:
-            launched(f"{namespace}::{name}", lambda: run(*args, **kwargs), fresh)
+            name = "copy" if _is_memcpy(name, args) else f"{namespace}::{name}"
+            launched(name, lambda: run(*args, **kwargs), fresh)
         return result
 
     def _check(self, name: str, args: Any, kwargs: Any, given: list[Tensor], here: Any) -> None:
@@ -273,7 +280,6 @@ class DeviceMode(TorchDispatchMode):
             strangers = [t for t in strangers if all(t is not i for i in indices)]
         elif name in OF_VALUES or (name == "repeat_interleave" and "output_size" not in kwargs):
             waited(name)
-            arrive()
         if strangers:
             shapes = [(tuple(t.shape), on_device(t)) for t in given]
             raise DeviceError(f"{name}: host and device tensors meet, {shapes} ({caller()})")

@@ -1,0 +1,321 @@
+"""Server arguments as SGLang and this package set them on an H100, for each kind of target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash import flags
+from sglang_dflash import server_args as rules
+from sglang_dflash.errors import Refusal
+from test.checkpoints import BLOCK, LAYERS, write_draft
+from test.rehearsal.mutation import mutate
+from test.rehearsal.serving import small_draft
+from test.rehearsal.targets import KINDS, write_kind
+from test.worker.test_refusals import arguments
+
+DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_asked(monkeypatch) -> None:
+    monkeypatch.delenv(flags.DRAFT_AHEAD, raising=False)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> str:
+    return str(write_draft(tmp_path_factory.mktemp("draft"), *small_draft(**DRAFT)))
+
+
+USUAL = {  # whatever the target is
+    "target attention": ("fa3", "fa3"),
+    "draft attention": "fa3",
+    "kv_cache_dtype": "auto",
+    "page_size": 1,
+    "disable_overlap_schedule": True,
+    "enable_flashinfer_allreduce_fusion": False,
+    "disable_cuda_graph": False,
+    "speculative_num_draft_tokens": BLOCK,
+    "max_running_requests": 48,
+    "draft ahead": True,
+    "dtype": torch.bfloat16,
+    "quantisation": None,
+    "MLA": False,
+    "two pools": False,
+}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "MLA": {"MLA": True},
+    "MoE": {},
+    "sliding window": {},  # SGLang keeps Gemma 3 in one pool
+    "two KV pools": {"two pools": True},
+    "AWQ": {"dtype": torch.float16, "quantisation": "awq_marlin"},
+    "GPTQ": {"dtype": torch.float16, "quantisation": "gptq_marlin"},
+    "FP8": {"quantisation": "fp8"},
+    "ModelOpt": {"quantisation": "modelopt_fp8"},
+}
+
+
+def settings(args: ServerArgs) -> dict[str, Any]:
+    config = args.get_model_config()
+    return {name: getattr(args, name) for name in USUAL if hasattr(args, name)} | {
+        "target attention": args.get_attention_backends(),
+        "draft attention": args.speculative_draft_attention_backend,
+        "draft ahead": flags.draft_ahead(args),
+        "dtype": config.dtype,
+        "quantisation": config.quantization,
+        "MLA": args.use_mla_backend(),
+        "two pools": config.is_hybrid_swa,
+    }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    differ = {name: found[name] for name, value in expected.items() if found[name] != value}
+    assert not differ, differ
+
+
+def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: Any) -> None:
+    """The server's arguments, and those that its draft is made of."""
+    args = arguments(target, draft, **given)
+    args.check_server_args()  # SGLang's own, after which it starts processes
+    expected = USUAL | expected
+    assert_same(settings(args), expected)
+    config = args.get_model_config()
+    # SGLang sets it by itself when it loads a checkpoint with KV in FP8.
+    args.kv_cache_dtype = "fp8_e4m3"
+    made = rules.draft_server_args(args, config.context_len, config.dtype)
+    of_the_draft = {
+        "attention": made.attention_backend,
+        "attention of prefill and decode": made.get_attention_backends(),
+        "dtype": made.dtype,
+        "kv_cache_dtype": made.kv_cache_dtype,
+        "context_length": made.context_length,
+        "disable_cuda_graph": made.disable_cuda_graph,
+        "disable_piecewise_cuda_graph": made.disable_piecewise_cuda_graph,
+        "speculative_num_draft_tokens": made.speculative_num_draft_tokens,
+    }
+    backend = expected["draft attention"]
+    wanted = {
+        "attention": backend,
+        "attention of prefill and decode": (backend, backend),
+        "dtype": str(expected["dtype"]).removeprefix("torch."),
+        "kv_cache_dtype": "auto",
+        "context_length": 512,
+        "disable_cuda_graph": True,
+        "disable_piecewise_cuda_graph": True,
+        "speculative_num_draft_tokens": BLOCK,
+    }
+    assert_same(of_the_draft, wanted)
+    assert not args.disable_cuda_graph  # the draft's are its own
+
+
+def check_refusal(words: list[str], target: str, draft: str, **given: Any) -> None:
+    """Refused in one paragraph that names the cause and the way out."""
+    said = ""
+    try:
+        arguments(target, draft, **given)
+    except Refusal as refusal:
+        said = str(refusal)
+    missing = [word for word in words if word not in said]
+    assert not missing, (missing, said)
+    assert "\n" not in said
+
+
+@pytest.fixture
+def target(tmp_path, request) -> str:
+    return write_kind(tmp_path, request.param)
+
+
+def of_kinds(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("target", kinds, indirect=True)
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_arguments(draft, tmp_path, kind):
+    """The user names a target and a draft, and SGLang picks fa3 for both."""
+    check_arguments(write_kind(tmp_path, kind), draft, UNUSUAL[kind])
+
+
+def test_every_kind_is_judged():
+    assert {*KINDS} == {*UNUSUAL, "FP8 KV"}
+
+
+@of_kinds("dense")
+@pytest.mark.parametrize(
+    ("given", "prefill", "decode", "ahead"),
+    [
+        ({"attention_backend": "fa3"}, "fa3", "fa3", True),
+        ({"attention_backend": "triton"}, "triton", "triton", True),
+        ({"attention_backend": "flashinfer"}, "flashinfer", "flashinfer", False),
+        ({"decode_attention_backend": "triton"}, "fa3", "triton", True),
+        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer", False),
+        ({"prefill_attention_backend": "triton"}, "triton", "fa3", True),
+    ],
+)
+def test_explicit_backends(target, draft, given, prefill, decode, ahead):
+    """The draft takes the backend of decode. FlashInfer drafts nothing ahead."""
+    expected = {"target attention": (prefill, decode), "draft attention": decode}
+    check_arguments(target, draft, expected | {"draft ahead": ahead}, **given)
+
+
+@of_kinds("sliding window")
+def test_flashinfer_cannot_verify_windows(target, draft):
+    words = ["sliding-window layers", "--attention-backend fa3 or triton"]
+    check_refusal(words, target, draft, attention_backend="flashinfer")
+    check_refusal(words, target, draft, prefill_attention_backend="flashinfer")
+    for backend in ("fa3", "triton"):
+        expected = {"target attention": (backend, backend), "draft attention": backend}
+        check_arguments(target, draft, expected, attention_backend=backend)
+
+
+FP8_KV = ["KV in FP8", "without kv_cache_quant_algo"]  # the kind "ModelOpt" has none
+
+
+@of_kinds("FP8 KV")
+def test_fp8_kv(target, draft):
+    """The checkpoint asks for it; no flag does."""
+    check_refusal(FP8_KV, target, draft)
+
+
+@of_kinds("MLA")
+def test_backends_of_mla_that_cannot_verify(target, draft):
+    """The refusal names a backend that is then accepted."""
+    for backend in ("flashmla", "cutlass_mla"):
+        words = [backend, "--attention-backend triton"]
+        check_refusal(words, target, draft, attention_backend=backend)
+    expected = {"target attention": ("triton", "triton"), "draft attention": "triton", "MLA": True}
+    check_arguments(target, draft, expected, attention_backend="triton")
+
+
+@of_kinds("MLA")
+@pytest.mark.parametrize("given", [{}, {"attention_backend": "triton"}], ids=str)
+def test_sparse_attention_of_deepseek(target, draft, given):
+    """SGLang has changed other arguments for it before ours are judged."""
+    file = Path(target) / "config.json"
+    picks = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
+    architecture = {"architectures": ["DeepseekV32ForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | picks | architecture))
+    check_refusal(["DSA", "without --speculative-algorithm DFLASH"], target, draft, **given)
+
+
+@of_kinds("dense")
+def test_a_draft_with_windows(target, tmp_path):
+    """fa3, the default, does not compute them right. Triton does, and the target keeps fa3."""
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 32}
+    path = str(write_draft(tmp_path / "windows", *small_draft(**DRAFT | windows)))
+    advised = "--speculative-draft-attention-backend triton"
+    check_refusal(["sliding-window layers", advised], target, path)
+    given = {"speculative_draft_attention_backend": "triton"}
+    check_arguments(target, path, {"draft attention": "triton"}, **given)
+
+
+@of_kinds("dense")
+def test_a_draft_that_predicts_from_the_anchor(target, tmp_path):
+    """The target verifies a token more than the draft reads."""
+    method = {"sample_from_anchor": True, "target_layer_ids": [0, 1]}
+    path = str(write_draft(tmp_path / "anchor", *small_draft(**DRAFT, dflash_config=method)))
+    check_arguments(target, path, {"speculative_num_draft_tokens": BLOCK + 1})
+
+
+@of_kinds("MLA", "MoE", "two KV pools")
+def test_all_reduces_are_not_fused(target, draft):
+    """SGLang alone fuses them on Hopper, as soon as there are two GPUs."""
+    assert ServerArgs(model_path=target, tp_size=2).enable_flashinfer_allreduce_fusion
+    assert not arguments(target, draft, tp_size=2).enable_flashinfer_allreduce_fusion
+
+
+@dataclass
+class Mutation:
+    function: str
+    old: str
+    new: str
+    kind: str = "dense"
+    given: dict[str, Any] = field(default_factory=dict)  # flags
+    expected: dict[str, Any] = field(default_factory=dict)  # of the unchanged code
+
+
+FLASHINFER = {"decode_attention_backend": "flashinfer"}
+MIXED = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
+MIXED |= {"draft ahead": False}
+ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
+    "enable_flashinfer_allreduce_fusion": Mutation(
+        "server_args:handle_dflash",
+        "server_args.enable_flashinfer_allreduce_fusion = False",
+        "pass",
+        kind="MoE",
+        given={"tp_size": 2},
+    ),
+    "disable_overlap_schedule": Mutation(
+        "server_args:handle_dflash", "server_args.disable_overlap_schedule = True", "pass"
+    ),
+    "draft ahead": Mutation(
+        "flags:draft_ahead", "backends <=", "backends &", given=FLASHINFER, expected=MIXED
+    ),
+    "draft attention": Mutation(
+        "server_args:_draft_backend",
+        "_, chosen = server_args",
+        "chosen, _ = server_args",
+        given=FLASHINFER,
+        expected=MIXED,
+    ),
+    "dtype": Mutation(
+        "server_args:draft_server_args",
+        'args.dtype = str(dtype).removeprefix("torch.")',
+        "pass",
+        kind="AWQ",
+        expected=UNUSUAL["AWQ"],
+    ),
+    "kv_cache_dtype": Mutation(
+        "server_args:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+    ),
+    "context_length": Mutation(
+        "server_args:draft_server_args", "args.context_length = context_len", "pass"
+    ),
+    "disable_cuda_graph": Mutation(
+        "server_args:draft_server_args", "args.disable_cuda_graph = args.", "args."
+    ),
+    "attention of prefill and decode": Mutation(
+        "server_args:draft_server_args",
+        "args.prefill_attention_backend = args.decode_attention_backend = None",
+        "pass",
+        given={"prefill_attention_backend": "triton"},
+        expected={"target attention": ("triton", "fa3")},
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENT_MUTATIONS)
+def test_a_wrong_argument_is_seen(draft, tmp_path, monkeypatch, argument):
+    mutation = ARGUMENT_MUTATIONS[argument]
+    asked = write_kind(tmp_path, mutation.kind), draft, mutation.expected
+    check_arguments(*asked, **mutation.given)
+    mutate(monkeypatch, mutation.function, mutation.old, mutation.new)
+    with pytest.raises(AssertionError, match=f"'{argument}'"):
+        check_arguments(*asked, **mutation.given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "function", "old", "new"),
+    [
+        ("FP8 KV", {}, "server_args:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+        (
+            "sliding window",
+            {"attention_backend": "flashinfer"},
+            "server_args:_has_windows",
+            'hasattr(cls, "get_attention_sliding_window_size")',
+            "False",
+        ),
+    ],
+)
+def test_a_missing_refusal_is_seen(draft, tmp_path, monkeypatch, kind, given, function, old, new):
+    target, words = write_kind(tmp_path, kind), FP8_KV if kind == "FP8 KV" else ["sliding-window"]
+    check_refusal(words, target, draft, **given)
+    mutate(monkeypatch, function, old, new)
+    with pytest.raises(AssertionError, match=words[0]):
+        check_refusal(words, target, draft, **given)

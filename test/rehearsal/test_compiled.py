@@ -1,0 +1,76 @@
+"""Triton's kernels that a DFLASH server launches, compiled for sm_90 as they are launched."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from triton.compiler.errors import CompilationError
+
+from sglang_dflash.kernels import context_kv
+from test.checkpoints import write_draft, write_target
+from test.rehearsal.device import kernels
+from test.rehearsal.serving import HEADS, N, engine, small_draft
+from test.worker.conftest import prompt
+
+STEP = {"max_new_tokens": 3, "ignore_eos": True}
+KINDS: list[dict[str, Any]] = [
+    {"regex": "(t01[0-9]|t02[0-9]){8}"},
+    {"temperature": 1.0, "top_k": 5, "sampling_seed": 3},
+    {"frequency_penalty": 0.5},
+]
+ATTENTION = "srt.layers.attention.triton_ops.extend_attention:_fwd_kernel"
+ALLOCATION = "srt.mem_cache.triton_ops.allocator:alloc_extend_kernel"
+MASK = "srt.constrained.triton_ops.bitmask_ops:apply_token_bitmask_inplace_kernel"
+HASH = "srt.layers.utils.hash:murmur_hash32_kernel"
+CONTEXT_KV = "sglang_dflash.kernels.context_kv:_store"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels that are compiled, with the kinds of their pointers."""
+    monkeypatch.setattr(kernels, "COMPILED", {})
+    return lambda: kernels.COMPILED
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes_and_head_sizes(tmp_path, compiled, dtype, dim):
+    """Attention of target and draft, and the context KV, through the functions that launch them."""
+    heads = HEADS | {"head_dim": dim}
+    write_target(tmp_path / "target", num_hidden_layers=2, **heads)
+    write_draft(tmp_path / "draft", *small_draft(head_dim=dim))
+    with engine(tmp_path, "triton", dtype=dtype, disable_cuda_graph=True) as run:
+        run.generate(prompt(1, 6), **N | {"max_new_tokens": 2})
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    for name in (ATTENTION, CONTEXT_KV):
+        assert any(f"*{short}" in kinds for kinds in compiled()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("backend", "seeded"),
+    [("triton", False), ("triton", True), ("flashinfer", False), ("fa3", False)],
+)
+def test_all_that_serving_launches(small, compiled, backend, seeded):
+    """Pages, a grammar's mask, a seeded draw: what else Triton compiles, in fp32."""
+    flags = {"page_size": 16, "cuda_graph_bs": [4], "enable_deterministic_inference": seeded}
+    with engine(small, backend, **flags) as run:
+        reqs = [run.add(prompt(i, 20), **STEP | kind) for i, kind in enumerate(KINDS)]
+        run.run(*reqs)
+    expected = {CONTEXT_KV, ALLOCATION, MASK} | ({HASH} if seeded else set())
+    assert expected <= compiled().keys()
+
+
+def test_an_annotated_argument_is_refused(small, compiled, monkeypatch):
+    """A mutation: Triton takes an annotation that is no tl.constexpr for a global."""
+    kernel = context_kv._store
+    source = kernel.src
+    assert source.count("    kv,  #") == 1
+    monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    kernel._unsafe_update_src(source.replace("    kv,  #", "    kv: Tensor,  #"))
+    try:
+        with pytest.raises(CompilationError), engine(small, "fa3", cuda_graph_bs=[4]) as run:
+            run.generate(prompt(1, 5), **N)
+    finally:
+        kernel._unsafe_update_src(source)

@@ -1,0 +1,198 @@
+"""The pretended device keeps to CUDA's rules, or the rest of this folder would show nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from sglang_dflash.kernels import context_kv
+from test.rehearsal.device.attention import attend
+from test.rehearsal.device.memory import LOG, DeviceError
+
+CUDA = "cuda"
+
+
+@pytest.fixture
+def graph():
+    return torch.cuda.CUDAGraph()
+
+
+def test_where_tensors_are():
+    host, device = torch.ones(3), torch.ones(3, device=CUDA)
+    assert (host.is_cuda, device.is_cuda, device.device.type) == (False, True, CUDA)
+    assert (device + 1).is_cuda
+    assert device.view(3, 1).is_cuda
+    assert torch.empty_like(device).is_cuda
+    assert nn.Linear(2, 2, device=CUDA).weight.is_cuda
+    assert device.to(torch.float64).is_cuda
+    assert not device.cpu().is_cuda
+    assert torch.tensor([1], device=CUDA).is_cuda
+    with torch.device(CUDA):
+        assert torch.arange(3).is_cuda
+        assert torch.tensor([1]).is_cuda
+    with torch.device("meta"):
+        assert torch.tensor([1]).is_meta
+
+
+def test_host_and_device_do_not_meet():
+    device = torch.ones(3, device=CUDA)
+    with pytest.raises(DeviceError, match="meet"):
+        device + torch.ones(3)
+    with pytest.raises(DeviceError, match="host tensor by a device"):
+        torch.ones(3)[torch.zeros(1, dtype=torch.int64, device=CUDA)]
+    with pytest.raises(TypeError):
+        device.numpy()
+    assert (device + torch.ones(())).is_cuda  # a number
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.item(),
+        lambda t: bool(t),
+        lambda t: int(t),
+        lambda t: t.cpu(),
+        lambda t: t.to("cpu"),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: t.repeat_interleave(t),
+        lambda t: t[torch.tensor([0])],
+        lambda t: torch.tensor([1], device=t.device),
+        lambda t: torch.cuda.synchronize(),
+    ],
+)
+def test_what_makes_the_host_wait(graph, ask):
+    """Once each; in a graph it is refused."""
+    tensor = torch.ones(1, dtype=torch.int64, device=CUDA)
+    LOG.clear()
+    ask(tensor)
+    assert len(LOG.waits) == 1
+    with pytest.raises(DeviceError, match="graph"), torch.cuda.graph(graph):
+        ask(tensor)
+
+
+def test_what_does_not():
+    tensor = torch.ones(4, device=CUDA)
+    LOG.clear()
+    tensor[tensor > 0] = 2.0
+    tensor.where(tensor > 1, 0.0).argmax().clamp(max=2)
+    torch.ones(4, pin_memory=True).to(CUDA, non_blocking=True)
+    tensor.to("cpu", non_blocking=True)
+    tensor.repeat_interleave(2)
+    assert LOG.waits == []
+    assert LOG.copies == ["to device", "to host"]
+
+
+def test_a_copy_arrives_when_it_was_waited_for():
+    first, event = torch.ones(2, device=CUDA).to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+    second = torch.ones(2, device=CUDA).to("cpu", non_blocking=True)
+    assert first.isnan().all()
+    event.synchronize()
+    assert first.tolist() == [1, 1]
+    assert second.isnan().all()
+
+
+def test_a_replay_reads_and_writes_where_the_capture_did(graph):
+    given, out = torch.ones(3, device=CUDA), torch.zeros(3, device=CUDA)
+    with torch.cuda.graph(graph):
+        made = given * 2
+        made.add_(1)
+        out.copy_(made)
+    assert made.isnan().all()
+    given.fill_(5)
+    graph.replay()
+    assert made.tolist() == out.tolist() == [11, 11, 11]
+
+
+def test_graphs_leave_nothing_for_each_other(graph):
+    given, other = torch.ones(3, device=CUDA), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = given * 2
+    with torch.cuda.graph(other):
+        given + 1
+    graph.replay()
+    assert made.tolist() == [2, 2, 2]
+    other.replay()
+    assert made.isnan().all()
+
+
+def test_what_the_host_does_is_not_captured(graph):
+    given, steps = torch.ones(1, device=CUDA), []
+    with torch.cuda.graph(graph):
+        made = given + len(steps)
+    steps.append(1)
+    graph.replay()
+    assert made.tolist() == [1]
+
+
+@triton.jit
+def _double(x, n, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
+
+
+def test_triton(graph):
+    """Interpreted, captured, and refused on memory of the host."""
+    x = torch.ones(5, device=CUDA)
+    LOG.clear()
+    _double[(2,)](x, 5, block=4)
+    assert x.tolist() == [2] * 5
+    assert len(LOG.launches) == 1
+    with torch.cuda.graph(graph):
+        _double[(2,)](x, 5, block=4)
+    x.fill_(3)
+    graph.replay()
+    assert x.tolist() == [6] * 5
+    with pytest.raises(DeviceError, match="host tensor"):
+        _double[(2,)](torch.ones(5), 5, block=4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("left", [-1, 3])
+def test_attention_equals_torch(causal, left):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    seen = torch.ones(3, 9, dtype=torch.bool)
+    at, key = torch.arange(6, 9)[:, None], torch.arange(9)
+    if causal:
+        seen &= key <= at
+    if left >= 0:
+        seen &= key >= at - left
+    expected = nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    found, _ = attend(q, k, v, 0.3, causal, left, softcap=0.0)
+    torch.testing.assert_close(found, expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("layers", "ropes"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 128), (1, 96), (3, 64), (1, 256)])
+def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
+    """Our kernel in Triton's interpreter."""
+    torch.manual_seed(0)
+    n, size = 7, 40
+    kv = torch.randn(n, layers, 2, heads, dim).to(dtype).to(CUDA)
+    weight, cos_sin = torch.rand(layers, dim).to(dtype), torch.randn(n, ropes, dim)
+    slots = 1 + torch.randperm(size - 1)[:n]
+    slots[2] = 0  # passed by
+    written = []
+    for store in (context_kv.store_in_torch, context_kv.launch_store):
+        pools = [
+            [torch.zeros(size, heads, dim, dtype=dtype, device=CUDA) for _ in range(layers)]
+            for _ in "kv"
+        ]
+        given = weight.to(CUDA), 1e-6, cos_sin.to(CUDA), slots.to(CUDA)
+        store(kv, *given, context_kv.Pools.of(*pools))
+        written.append([torch.stack(each).cpu() for each in pools])
+    assert not any(pool[:, 0].any() for pool in written[1])
+    (k_twin, v_twin), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
+    assert torch.equal(v_twin, v_kernel)
+    assert v_twin[:, slots[slots > 0] - 1].abs().sum(dim=(0, 2, 3)).gt(0).all()
+    unit = torch.finfo(dtype).eps * k_twin.abs().max().item()  # two roundings, and cancellation
+    torch.testing.assert_close(k_twin, k_kernel, rtol=0, atol=2 * unit)

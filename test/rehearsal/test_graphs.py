@@ -1,0 +1,159 @@
+"""SGLang's CUDA graphs of draft and target: what they read, and what they leave behind."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+
+from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
+from test.rehearsal.device.memory import Recording
+from test.rehearsal.mutation import mutate
+from test.rehearsal.serving import (
+    Asked,
+    N,
+    all_kinds,
+    answer,
+    assert_drafts,
+    assert_exact,
+    engine,
+    serve,
+    served,
+)
+from test.worker.conftest import prompt, verify_parts
+
+
+@pytest.fixture(scope="module")
+def asked(small):
+    return answer(small, all_kinds())
+
+
+@pytest.fixture(params=["on", "off"])
+def ahead(request, monkeypatch):
+    """Draft-ahead, which replays the draft's graph between a verify and what reads it."""
+    monkeypatch.setenv(DRAFT_AHEAD, request.param)
+
+
+def test_padded_batches(small, asked, monkeypatch, ahead):
+    """Each batch runs in a larger graph, whose other rows hold what the last one left."""
+    replay, replayed = CudaGraphRunner.replay, set()
+
+    def watched(graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = replay(graphs, batch, *args, **kwargs)
+        replayed.add((graphs.bs, batch.batch_size))
+        return result
+
+    monkeypatch.setattr(CudaGraphRunner, "replay", watched)
+    with engine(small, "fa3", cuda_graph_bs=[4]) as run:
+        reqs = serve(run, asked)
+        pool = run.worker.model_runner.token_to_kv_pool.k_buffer[0]
+        assert (pool.flatten(1).abs().sum(1)[1:] > 0).sum() < len(pool) / 2
+    assert replayed == {(4, count) for count in (1, 2, 3, 4)}
+    assert_exact(reqs, asked)
+
+
+@pytest.mark.parametrize("width", ["5", "auto"])
+def test_widths_with_graphs_of_their_own(small, asked, monkeypatch, ahead, width):
+    monkeypatch.setenv(VERIFY_WIDTH, width)
+    used, turns = set(), itertools.cycle([2, 8, 4, 6])
+    replay = CudaGraphRunner.replay
+
+    def watched(graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not graphs.model_runner.is_draft_worker:
+            used.add((graphs.num_tokens_per_bs, batch.spec_info.draft_token_num))
+        return replay(graphs, batch, *args, **kwargs)
+
+    monkeypatch.setattr(CudaGraphRunner, "replay", watched)
+    with engine(small, "fa3") as run:
+        if width == "auto":
+            verify_parts(run, lambda block: block.first(next(turns)))
+        used.clear()  # the rehearsal of widths
+        reqs = serve(run, asked)
+    assert_exact(reqs, asked)
+    assert used == {(w, w) for w in ([5] if width == "5" else [2, 4, 6, 8])}
+
+
+def states(small: Any, **flags: Any) -> list[Any]:
+    """The last layer's states that a client gets."""
+    with engine(small, "fa3", enable_return_hidden_states=True, **flags) as run:
+        reqs = [run.add(prompt(980 + i, 9), **N, return_hidden_states=True) for i in range(2)]
+        run.run(*reqs)
+    return [torch.tensor(state) for req in reqs for state in req.hidden_states[1:]]
+
+
+def same_states(small: Any) -> None:
+    expected = states(small, draft=False, disable_cuda_graph=True, disable_radix_cache=True)
+    torch.testing.assert_close(torch.stack(states(small)), torch.stack(expected), atol=1e-4, rtol=0)
+
+
+def test_hidden_states_of_a_narrow_verify(small, monkeypatch, ahead):
+    """They are read after the draft's graph has written to memory that both share."""
+    monkeypatch.setenv(VERIFY_WIDTH, "4")
+    same_states(small)
+
+
+def test_hidden_states_left_in_the_graphs_memory(small, monkeypatch):
+    """A mutation: no copy of them is kept."""
+    monkeypatch.setenv(VERIFY_WIDTH, "4")
+    kept = "verified.output.hidden_states.clone()"
+    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", kept, kept.removesuffix(".clone()"))
+    with pytest.raises(AssertionError):
+        same_states(small)
+
+
+def test_context_kv_comes_before_the_next_draft(small, monkeypatch):
+    """A mutation: the next draft replays first, over the states that context KV is made of."""
+    asked = answer(small, {"one": Asked(prompt(985, 12), N)})
+    old = """    self._write_accepted(verified)
+    if"""
+    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", old, "    if")
+    reqs, drafts = served(small, asked, "fa3")
+    with pytest.raises(AssertionError):
+        assert_drafts(small, reqs, drafts)
+
+
+def test_nothing_is_kept_for_a_backward_pass(small, monkeypatch):
+    """SGLang captures with gradients enabled, whose graph would keep every activation."""
+    assert not gradients(small, monkeypatch)
+
+
+def test_gradients_are_seen(small, monkeypatch):
+    """A mutation: the draft's forward without its `no_grad`."""
+    mutate(monkeypatch, "model.draft:DFlashDraftModel.forward", "@torch.no_grad()", "")
+    assert gradients(small, monkeypatch)
+
+
+def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether anything is captured with gradients enabled."""
+    enabled, add = set(), Recording.add
+
+    def watched(recording: Recording, *args: Any) -> None:
+        enabled.add(torch.is_grad_enabled())
+        add(recording, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recording, "add", watched)
+        with engine(small, "fa3", cuda_graph_bs=[4]):
+            pass
+    return True in enabled
+
+
+BEST = "model.vocabulary:Vocabulary._best"
+REFUSED = [
+    ("runtime.drafter:Drafter.__init__", ", device=runner.device", ""),
+    (BEST, "return index, mass", "int(index[0]); return index, mass"),
+    (BEST, "return index, mass", "logits[logits > 0].sum(); return index, mass"),
+]
+NAMES = ["a host tensor", "a value in a graph", "a mask in a graph"]
+
+
+@pytest.mark.parametrize("mutation", REFUSED, ids=NAMES)
+def test_what_the_device_refuses(small, monkeypatch, mutation):
+    """Mutations: each ends the server, as it would on a GPU."""
+    mutate(monkeypatch, *mutation)
+    asked = answer(small, {"one": Asked(prompt(1, 5), N)})
+    with pytest.raises(Exception, match=r"host and device tensors meet|while a graph is captured"):
+        served(small, asked, "fa3", cuda_graph_bs=[2])

@@ -1,0 +1,89 @@
+"""What `test_serving` shows can fail: mutations of our code, each with what it spoils."""
+
+from __future__ import annotations
+
+import pytest
+
+from test.checkpoints import write_draft
+from test.rehearsal.device.memory import DeviceError
+from test.rehearsal.mutation import mutate
+from test.rehearsal.serving import (
+    Asked,
+    N,
+    all_kinds,
+    answer,
+    assert_drafts,
+    engine,
+    served,
+    small_draft,
+)
+from test.worker.conftest import prompt
+
+WRONG = (AssertionError, RuntimeError, IndexError)
+
+TOKENS = [
+    ("runtime.verifier:accept", "cumprod(dim=1).sum(dim=1)", "sum(dim=1)"),
+    ("runtime.state:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
+    ("runtime.slots:Slots._alloc", "lens[0] - 1", "lens[0] * 0"),
+    ("runtime.draw:_by_row", "_spread(t, block)", "t"),
+    ("runtime.worker:DFlashWorker._draft_next", "num_accepted + 1", "num_accepted + 2"),
+    ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
+]
+PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
+PLANS = [
+    (PLAN, "lens = paged_kernel_lens + width", "lens = paged_kernel_lens + 1"),
+    (PLAN, "(rows + 1) * width, width", "rows + 1, 1"),
+]
+CONTEXT = [
+    ("runtime.worker:DFlashWorker._write_accepted", "<= verified", "< verified"),
+    ("model.context_kv:ContextKV._cos_sin", "[positions]", "[positions + 1]"),
+    ("model.context_kv:ContextKV._stack", "p.weight[rows]", "p.weight[rows].flip(0)"),
+]
+
+
+@pytest.fixture(scope="module")
+def asked(small):
+    return answer(small, all_kinds())
+
+
+@pytest.mark.parametrize("mutation", TOKENS, ids=lambda mutation: mutation[2])
+def test_tokens(small, asked, monkeypatch, mutation):
+    mutate(monkeypatch, *mutation)
+    with pytest.raises(WRONG):
+        served(small, asked, "fa3", page_size=16)
+
+
+@pytest.mark.parametrize("mutation", PLANS, ids=lambda mutation: mutation[2])
+def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
+    mutate(monkeypatch, *mutation)
+    with pytest.raises(WRONG):
+        served(small, asked, "flashinfer")
+
+
+@pytest.mark.parametrize("mutation", CONTEXT, ids=lambda mutation: mutation[2])
+def test_what_the_draft_sees(small, monkeypatch, mutation):
+    """Tokens stay right; acceptance would fall."""
+    mutate(monkeypatch, *mutation)
+    asked = answer(small, {"one": Asked(prompt(990, 12), N)})
+    reqs, drafts = served(small, asked, "fa3")
+    with pytest.raises(AssertionError):
+        assert_drafts(small, reqs, drafts)
+
+
+def test_page_tables_without_room_for_a_block(small, monkeypatch):
+    mutate(monkeypatch, "hooks:room_for_a_block", "+= runner", "+= 0 * runner")
+    asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
+    with pytest.raises(DeviceError, match="behind a page table"):
+        served(small, asked, "fa3", page_size=16, context_length=96)
+
+
+def test_a_window_that_is_not_told(small, tmp_path, monkeypatch):
+    """SGLang's Triton backend then has no list of the window's KV."""
+    told = "return max(windows) - 1 if windows else None"
+    function = "model.draft:DFlashDraftModel.get_attention_sliding_window_size"
+    mutate(monkeypatch, function, told, "return None")
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", *small_draft(**windows))
+    with pytest.raises(Exception, match="NoneType"):
+        engine(tmp_path, "fa3", speculative_draft_attention_backend="triton")

@@ -1,0 +1,83 @@
+"""What a steady greedy step asks of the host and of the device, and when the host waits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.flags import DRAFT_AHEAD
+from test.inprocess import InProcess
+from test.rehearsal.device.memory import LOG
+from test.rehearsal.mutation import mutate
+from test.rehearsal.serving import Asked, N, answer, engine
+from test.worker.conftest import prompt
+
+DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
+OURS = "runtime/worker.py:_decode event"
+PLAN = ["flashinfer/prefill.py:plan copy to host"] * 3
+
+
+def steady(run: InProcess) -> list[Any]:
+    """Requests that decode."""
+    reqs = [run.add(prompt(970 + i, 20), **N | {"max_new_tokens": 60}) for i in range(4)]
+    for _ in range(5):
+        run.step()
+    return reqs
+
+
+def watched_step(run: InProcess) -> tuple[int, int, int, list[str]]:
+    """Of the next step: replays, launches outside of them, copies, and who waited."""
+    LOG.clear()
+    run.step()
+    return LOG.replays, len(LOG.launches), len(LOG.copies), list(LOG.waits)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("ahead", ["on", "off"])
+@pytest.mark.parametrize("backend", ["fa3", "triton", "flashinfer"])
+def test_the_host_waits_once(small, monkeypatch, backend, ahead, page):
+    """For what was committed; FlashInfer's `plan` fetches three tensors of either forward."""
+    monkeypatch.setenv(DRAFT_AHEAD, ahead)
+    expected = [OURS] if backend != "flashinfer" else [*PLAN, *PLAN, OURS]
+    with engine(small, backend, page_size=page, cuda_graph_bs=[4]) as run:
+        steady(run)
+        for _ in range(2):
+            replays, launches, copies, waits = watched_step(run)
+            if (backend, ahead) == ("flashinfer", "on"):
+                waits.sort(key=OURS.__eq__)
+            assert (replays, waits) == (2, expected)
+    if ahead == ("off" if backend == "flashinfer" else "on"):  # the default
+        assert table()[backend, page] == (launches, copies, len(waits))
+
+
+def table() -> dict[tuple[str, int], tuple[int, ...]]:
+    """Launches, copies and waits of a step in the docs, by backend and page size."""
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", DOCS.read_text(), re.M)
+    return {(name, int(page)): tuple(map(int, rest)) for name, page, *rest in rows}
+
+
+def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
+    """A mutation: the host reads what the device has not written yet."""
+    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copied.synchronize()", "pass")
+    (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
+    with engine(small, "fa3", cuda_graph_bs=[2]) as run:
+        assert run.generate(asked.ids, **asked.options) != asked.answer["ids"]
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new"),
+    [
+        ("runtime.verifier:accept", "bonus = ", "num_accepted.max().item(); bonus = "),
+        ("runtime.drafter:Drafter.propose", "rows, lens =", "_ = anchors.tolist(); rows, lens ="),
+    ],
+)
+def test_a_second_wait_is_seen(small, monkeypatch, where, old, new):
+    """Mutations: a value of the device is asked for."""
+    mutate(monkeypatch, where, old, new)
+    with engine(small, "fa3", cuda_graph_bs=[4]) as run:
+        steady(run)
+        *_, waits = watched_step(run)
+    assert waits != [OURS]
