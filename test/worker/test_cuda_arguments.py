@@ -11,14 +11,11 @@ import pytest
 import torch
 import transformers
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash import flags, hooks
+from sglang_dflash import flags
 from sglang_dflash import server_args as rules
 from sglang_dflash.errors import Refusal
-from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 from test.worker.test_refusals import arguments
@@ -40,35 +37,6 @@ def test_a_draft_computes_in_the_targets_dtype(target, draft, tmp_path):
         runner = engine.worker.draft_model_runner
         assert runner.dtype == runner.kv_cache_dtype == torch.float16
         assert len(engine.generate(prompt(1, 20), max_new_tokens=20, ignore_eos=True)) == 20
-
-
-def test_the_widest_window_is_told(target, tmp_path):
-    """SGLang's Triton backend lists a window's KV only for models that name one."""
-    config = draft_config(use_sliding_window=True, sliding_window=32)
-    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
-    folder = write_draft(tmp_path / "windowed", config, draft_weights(config))
-    with InProcess(target, str(folder)) as engine:
-        assert engine.worker.draft_model_runner.sliding_window_size == 31
-
-
-def test_no_window_is_told(target, draft):
-    with InProcess(target, draft) as engine:
-        assert engine.worker.draft_model_runner.sliding_window_size is None
-
-
-def test_all_reduces_are_not_fused(target, draft):
-    """Fused with the next norm they come after the capture of a layer's hidden states."""
-    args = arguments(target, draft, enable_flashinfer_allreduce_fusion=True)
-    assert not args.enable_flashinfer_allreduce_fusion
-
-
-def test_page_tables_hold_a_block_behind_the_context():
-    backend = SimpleNamespace(max_context_len=4096)
-    served = SimpleNamespace(speculative_num_draft_tokens=16)
-    dflash, cuda = SpeculativeAlgorithm.DFLASH, "cuda"
-    runner = SimpleNamespace(spec_algorithm=dflash, device=cuda, server_args=served)
-    hooks.room_for_a_block(backend, runner, "fa3")
-    assert backend.max_context_len == 4112
 
 
 @pytest.mark.parametrize(
@@ -119,34 +87,3 @@ def test_targets_with_windows_are_known(tmp_path):
     plain = model_config(save(tmp_path / "qwen", "Qwen3ForCausalLM", config))
     assert rules._has_windows(windowed)
     assert not rules._has_windows(plain)
-
-
-def test_two_pools_count_the_draft(target, draft):
-    """SGLang sizes the KV of a target with sliding windows in a class of its own."""
-    config = SimpleNamespace(
-        full_attention_layer_ids=[0],
-        swa_attention_layer_ids=[1, 2, 3],
-        head_dim=32,
-        v_head_dim=32,
-        swa_head_dim=32,
-        swa_v_head_dim=32,
-        get_num_kv_heads=lambda tp: 2,
-        get_swa_num_kv_heads=lambda tp: 2,
-    )
-    with InProcess(target, draft) as engine:
-        args = engine.server_args
-
-        def size(algorithm: SpeculativeAlgorithm) -> float:
-            runner = SimpleNamespace(
-                model_config=config,
-                kv_cache_dtype=torch.bfloat16,
-                dtype=torch.bfloat16,
-                server_args=args,
-                spec_algorithm=algorithm,
-                is_draft_worker=False,
-                tp_size=1,
-            )
-            return HybridSWAPoolConfigurator(runner)._cell_size
-
-        more = size(SpeculativeAlgorithm.DFLASH) - size(SpeculativeAlgorithm.NONE)
-        assert more == rules.draft_config(args).kv_bytes_per_token(2)
