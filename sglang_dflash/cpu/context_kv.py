@@ -12,9 +12,18 @@ if TYPE_CHECKING:
 
 
 def store_in_torch(
-    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    slots: Tensor,
+    pools: Pools,
+    num_accepted: Tensor | None = None,
 ) -> None:
     """What `kernels.context_kv.launch_store` does, which has the shapes."""
+    if num_accepted is not None:
+        at = torch.arange(len(slots) // len(num_accepted), device=slots.device)
+        slots = slots.where((at <= num_accepted[:, None]).flatten(), 0)
     k, v = kv.unbind(2)  # [n, L, heads, D]
     k32 = k.float()
     k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)

@@ -28,21 +28,34 @@ class Pools:
 
 
 def store_context_kv(
-    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    slots: Tensor,
+    pools: Pools,
+    num_accepted: Tensor | None = None,
 ) -> None:
     """Finish projected K/V of all layers and write them.
 
     kv: [n, L, 2, heads, D], K then V, the pools' dtype; norm_weight: [L, D]; cos_sin: [n, L or 1,
     D], cos then sin (rotate-half RoPE); slots: [n] int64, 0 where nothing need be written (SGLang's
-    dummy slot). Norm and RoPE are float32 inside; each rounds its result, as SGLang's kernels in
-    the draft's own forward do.
+    dummy slot); num_accepted: [B] int64, where the rows are blocks of B requests, of which the
+    anchor and these drafts are written, None: all rows. Norm and RoPE are float32 inside; each
+    rounds its result, as SGLang's kernels in the draft's own forward do.
     """
     write = launch_store if kv.is_cuda else store_in_torch
-    write(kv, norm_weight, eps, cos_sin, slots, pools)
+    write(kv, norm_weight, eps, cos_sin, slots, pools, num_accepted)
 
 
 def launch_store(
-    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    slots: Tensor,
+    pools: Pools,
+    num_accepted: Tensor | None = None,
 ) -> None:
     """One program a token, layer and head; `cpu.context_kv.store_in_torch` is its twin."""
     n, layers, _, heads, dim = kv.shape
@@ -54,6 +67,9 @@ def launch_store(
         cos_sin.contiguous(),
         slots,
         pools.addresses,
+        num_accepted,
+        stride=0 if num_accepted is None else num_accepted.stride(0),
+        width=1 if num_accepted is None else n // len(num_accepted),
         ropes=cos_sin.shape[1],
         heads=heads,
         dim=dim,
@@ -69,6 +85,9 @@ def _store(  # type: ignore[no-untyped-def]
     cos_sin,  # [n, ropes, D]
     slots,  # [n] int64
     addresses,  # [2, L] int64
+    num_accepted,  # [n / width] int64 or None
+    stride,  # of num_accepted
+    width,  # rows a request
     ropes,
     heads: tl.constexpr,
     dim: tl.constexpr,
@@ -81,6 +100,10 @@ def _store(  # type: ignore[no-untyped-def]
     real = half < dim // 2
     here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
     slot = tl.load(slots + token)
+    if num_accepted is not None:
+        request = token // width
+        if token % width > tl.load(num_accepted + request * stride):
+            slot = slot * 0
     if slot == 0:
         return
     there = slot * heads * dim + head * dim + half

@@ -52,30 +52,36 @@ class ContextKV:
         return torch.cat(parts, dim=1)
 
     def write(
-        self, hidden_states: Tensor, positions: Tensor, slots: Tensor, kept: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        num_accepted: Tensor | None = None,
     ) -> None:
         """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64.
 
-        kept: [n] bool, the rows to write, None: all. On a GPU their number stays unknown to the
-        host: the others are projected, and bound for the dummy slot, which the kernel passes by.
+        num_accepted: [B] int64, rows are blocks of B requests, of which the anchor and these drafts
+        are written: the others are projected, and the kernel passes them by. None: all rows are.
         """
-        if kept is not None and slots.is_cuda:
-            slots = slots.where(kept, 0)
-        elif kept is not None:
-            at = kept.nonzero().squeeze(1)
-            hidden_states, positions, slots = hidden_states[at], positions[at], slots[at]
-        for start in range(0, len(slots), ROW_CHUNK):
-            rows = slice(start, start + ROW_CHUNK)
-            self._write(hidden_states[rows], positions[rows], slots[rows])
+        width = 1 if num_accepted is None else len(slots) // len(num_accepted)
+        chunk = ROW_CHUNK // width  # requests
+        for start in range(0, len(slots) // width, chunk):
+            rows = slice(start * width, (start + chunk) * width)
+            some = None if num_accepted is None else num_accepted[start : start + chunk]
+            self._write(hidden_states[rows], positions[rows], slots[rows], some)
 
-    def _write(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _write(
+        self, states: Tensor, positions: Tensor, slots: Tensor, num_accepted: Tensor | None
+    ) -> None:
         features = states[:, : self.model.fc.in_features]
         context = self.model.hidden_norm(self.model.fc(features))  # [n, H]
         kv = self._project(context).view(-1, *self._shape)
         cos_sin = self._cos_sin(positions)
-        store_context_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools)
+        store_context_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools, num_accepted)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
         """RoPE tables at these positions, [n, L, D], or [n, 1, D] where all layers share one."""
-        layers = self._attention[:1] if self._one_rope else self._attention
-        return torch.stack([a.rotary_emb.cos_sin_cache[positions] for a in layers], dim=1)
+        if self._one_rope:
+            table: Tensor = self._attention[0].rotary_emb.cos_sin_cache
+            return table[positions][:, None]
+        return torch.stack([a.rotary_emb.cos_sin_cache[positions] for a in self._attention], dim=1)

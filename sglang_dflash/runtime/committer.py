@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
+from sglang_dflash.core.accept import Accepted
 from sglang_dflash.runtime.constraints import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.metrics import StepCounters
@@ -65,7 +66,7 @@ class Committer:
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
-            penalties.advance(block.token_ids, verified.num_accepted + 1)
+            penalties.advance(block.token_ids, verified.accepted.num_accepted + 1)
         tokens, accepted = self._commit_requests(batch, packed, block.lens)
         if self._counters is not None:
             self._counters.observe(accepted)
@@ -73,10 +74,10 @@ class Committer:
             append_committed(batch, output.next_token_logits.split(block.lens), tokens)
         if batch.return_hidden_states:
             _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
-        self._advance(batch, verified.num_accepted + 1)
+        self._advance(batch, verified.accepted)
         output.hidden_states = None
         result = verified.result
-        result.next_token_ids = verified.bonus
+        result.next_token_ids = verified.accepted.bonus
         result.num_correct_drafts = sum(accepted)
         result.num_correct_drafts_per_req_cpu = accepted
         return result
@@ -110,14 +111,14 @@ class Committer:
             taken.append(tokens)
         return taken, accepted
 
-    def _advance(self, batch: ScheduleBatch, lens: Tensor) -> None:
-        """Advance all lengths in new tensors. lens: [B] int64 on device.
+    def _advance(self, batch: ScheduleBatch, accepted: Accepted) -> None:
+        """Advance all lengths in new tensors.
 
         Device and host differ only for requests that finished inside their accepted tokens, and
         those rows leave the batch before the next step.
         """
-        batch.seq_lens = batch.seq_lens + lens
-        batch.orig_seq_lens = batch.orig_seq_lens + lens.to(batch.orig_seq_lens.dtype)
+        batch.seq_lens = accepted.lens
+        batch.orig_seq_lens = (batch.orig_seq_lens + 1).add_(accepted.num_accepted)
         committed = [req.kv_committed_len for req in batch.reqs]
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
 

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sglang_dflash.core.block import block_positions, masked_block
+from sglang_dflash.kernels.block import next_block
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashBlock
@@ -38,9 +38,8 @@ class Drafter:
         probability of 0.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
-        positions = block_positions(seq_lens, self._at)
-        token_ids = masked_block(anchors, self._block_size, self._mask_token_id)
-        block = DFlashBlock(token_ids, positions, self._slots.of(rows, positions))
+        context = anchors, seq_lens, rows, self._slots.table
+        block = DFlashBlock(*next_block(*context, self._at, self._mask_token_id))
         masked = block.first(self._width)
         if self._best_widths is not None:
             masked = self._best_widths.to_draft(masked, rows)

@@ -16,7 +16,7 @@ class Slots:
         self, rows: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
     ) -> None:
         """count: tokens that must fit behind the committed ones."""
-        self._table = rows.req_to_token  # [rows, context_len + reserve] int32
+        self.table = rows.req_to_token  # [rows, context_len + reserve] int32
         self._allocator, self._count = allocator, count
         self._page_size = allocator.page_size
 
@@ -29,14 +29,14 @@ class Slots:
         short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + self._count]
         if not short:
             return
-        width, page = self._table.shape[1], self._page_size
+        width, page = self.table.shape[1], self._page_size
         have = [req.kv_allocated_len for req in short]
         want = [reserved_end(req.kv_committed_len, self._count, page, width) for req in short]
         slots = self._alloc([req.req_pool_idx for req in short], have, want)
         assert slots is not None, "a step began without the memory that check_decode_mem promises"
         sizes = [end - start for start, end in zip(have, want, strict=True)]
         for req, end, part in zip(short, want, slots.split(sizes), strict=True):
-            self._table[req.req_pool_idx, req.kv_allocated_len : end] = part
+            self.table[req.req_pool_idx, req.kv_allocated_len : end] = part
             req.kv_allocated_len = end
 
     def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
@@ -46,10 +46,6 @@ class Slots:
             return self._allocator.alloc(count)
         start, end = torch.tensor(have), torch.tensor(want)
         on_device = torch.stack([torch.tensor(rows), start, end])
-        row, *lens = on_device.to(self._table.device, non_blocking=True)
-        last = self._table[row, lens[0] - 1].long()
+        row, *lens = on_device.to(self.table.device, non_blocking=True)
+        last = self.table[row, lens[0] - 1].long()
         return self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
-
-    def of(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of positions. rows: [B] int64; positions: [B, n] int64 -> [B, n] int64."""
-        return self._table[rows[:, None], positions].long()

@@ -18,8 +18,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from torch import Tensor
 
-from sglang_dflash.core.accept import accept
+from sglang_dflash.core.accept import Accepted
 from sglang_dflash.core.simulate import simulated_commit
+from sglang_dflash.kernels.accept import accept_block
 from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.state import DFlashBlock
 from sglang_dflash.runtime.width import Widths
@@ -30,9 +31,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class Verified:
     block: DFlashBlock
-    target_ids: Tensor  # [B, N] int64, the target's draw after each block position, 0: none
-    num_accepted: Tensor  # [B] int64
-    bonus: Tensor  # [B] int64
+    accepted: Accepted
     result: GenerationBatchResult  # of the target's forward, `output` inside
 
     @property
@@ -45,9 +44,9 @@ class Verified:
     def to_host(self) -> tuple[Tensor, torch.Event]:
         """The one copy to the host, queued, and when it is done.
 
-        [B, N + 1] int64: a row a request, its draws and num_accepted.
+        [B, w + 1] int64: a row a request, its draws and num_accepted.
         """
-        packed = torch.cat([self.target_ids, self.num_accepted[:, None]], dim=1)
+        packed = self.accepted.packed
         copied = packed.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
         done = torch.get_device_module(packed.device).Event()
         done.record()
@@ -94,8 +93,9 @@ class Verifier:
             output.next_token_logits = output.next_token_logits.float()
         drawn = self._draw(output.next_token_logits, batch, block.positions, block)
         target_ids = block.padded(drawn)
-        num_accepted, bonus = self._accept(batch, block, target_ids, simulated)
-        return Verified(block, target_ids, num_accepted, bonus, result)
+        tokens, most = self._acceptable(batch, block), self._target.model_config.context_len
+        accepted = accept_block(tokens, target_ids, batch.seq_lens, most, simulated)
+        return Verified(block, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:
         """The target's forward over the block, planned already or not."""
@@ -124,22 +124,13 @@ class Verifier:
         on_host = torch.tensor(right, pin_memory=device.type == "cuda")
         return on_host.to(device, non_blocking=True)
 
-    def _accept(
-        self,
-        batch: ScheduleBatch,
-        block: DFlashBlock,
-        target_ids: Tensor,
-        simulated: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`accept`, except in two cases.
+    def _acceptable(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+        """The block's tokens, [B, w] int64, -1 where a draft counts as wrong.
 
-        simulated: [B] int64, accepted in its place. Custom logit processors are user code that
-        reads the request: they run on the anchor's row alone, so such a request's drafts count as
-        wrong and it commits one token a step.
+        Custom logit processors are user code that reads the request: they run on the anchor's row
+        alone, so such a request's drafts count as wrong and it commits one token a step.
         """
         width, info = block.draft_token_num, batch.sampling_info
-        if simulated is not None:
-            return simulated, target_ids.gather(1, simulated[:, None]).squeeze(1)
         tokens = block.token_ids
         if block.real is not None:
             tokens = tokens.masked_fill(~block.real, -1)
@@ -147,4 +138,4 @@ class Verifier:
             custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()])
             drafts = torch.arange(width, device=custom.device) > 0
             tokens = tokens.masked_fill(custom.any(dim=0)[:, None] & drafts, -1)
-        return accept(tokens, target_ids)
+        return tokens

@@ -123,7 +123,7 @@ class DFlashWorker:
         if self._drafts_ahead and batch.return_hidden_states:
             # The draft's graph may write where the graph of a narrower verify left them.
             verified.output.hidden_states = verified.output.hidden_states.clone()
-        batch.spec_info = DFlashState(verified.bonus, self._draft_next(batch, verified))
+        batch.spec_info = DFlashState(verified.accepted.bonus, self._draft_next(batch, verified))
         copied.synchronize()
         if best is not None:
             best.observe(packed[:, -1].numpy())
@@ -131,10 +131,14 @@ class DFlashWorker:
 
     def _write_accepted(self, verified: Verified) -> None:
         """Context KV of the committed tokens: the anchor and the accepted drafts."""
-        block = verified.block
-        kept = block.rows(self._at[: block.draft_token_num] <= verified.num_accepted[:, None])
-        states = verified.output.hidden_states
-        self.context_kv.write(states, block.positions, block.out_cache_loc, kept)
+        block, num_accepted = verified.block, verified.accepted.num_accepted
+        written = verified.output.hidden_states, block.positions, block.out_cache_loc
+        if block.slots.is_cuda:  # how many they are stays unknown to the host
+            self.context_kv.write(*written, num_accepted)
+        else:
+            kept = block.rows(self._at[: block.draft_token_num] <= num_accepted[:, None])
+            at = kept.nonzero().squeeze(1)
+            self.context_kv.write(*(rows[at] for rows in written))
 
     def _draft_next(self, batch: ScheduleBatch, verified: Verified) -> DFlashBlock | None:
         """The block behind what a step commits, while the host does not know yet how much that is.
@@ -144,9 +148,9 @@ class DFlashWorker:
         if not self._drafts_ahead:
             return None
         most, width = self.model_config.context_len, verified.block.draft_token_num
-        lens = (batch.seq_lens + verified.num_accepted + 1).clamp(max=most)
+        anchors, lens = verified.accepted.bonus, verified.accepted.lens
         bound = (batch.seq_lens_cpu + width).clamp(max=most)
-        block = self.drafter.propose(batch, verified.bonus, lens, bound)
+        block = self.drafter.propose(batch, anchors, lens, bound)
         if self._width == self._block_size and self.best_widths is None:
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block

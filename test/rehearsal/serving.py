@@ -17,7 +17,7 @@ from test.worker.conftest import facts, prompt
 
 SHARED = prompt(900, 36)  # two pages and a bit that several prompts begin with
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-N = {"max_new_tokens": 20, "ignore_eos": True}
+N = {"max_new_tokens": 16, "ignore_eos": True}
 
 
 GRAMMAR = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 12}
@@ -60,7 +60,7 @@ def all_kinds() -> dict[str, Asked]:
         "sampled": Asked(prompt(905, 12), N | {"temperature": 0.9, "top_k": 4, "top_p": 0.9}),
         "bias": Asked(prompt(906, 8), N | {"logit_bias": {"17": 3.0}}),
         "radix": Asked(SHARED + prompt(907, 5), N),
-        "stop": Asked(SHARED, {"max_new_tokens": 20}),
+        "stop": Asked(SHARED, {"max_new_tokens": 16}),
     }
 
 
@@ -76,7 +76,7 @@ def answer(folder: Path, asked: dict[str, Asked], **flags: Any) -> dict[str, Ask
 
         if "stop" in asked:
             ids = alone(asked["stop"])["ids"]
-            end = next(i for i in range(8, 20) if ids[i] not in ids[:i])
+            end = next(i for i in range(5, 16) if ids[i] not in ids[:i])
             asked["stop"].options["stop_token_ids"] = [ids[end]]
         for one in asked.values():
             one.answer = alone(one)

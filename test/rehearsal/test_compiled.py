@@ -21,6 +21,8 @@ KINDS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.5},
 ]
 ATTENTION = "srt.layers.attention.triton_ops.extend_attention:_fwd_kernel"
+ACCEPT = "sglang_dflash.kernels.accept:_accept"
+BLOCK = "sglang_dflash.kernels.block:_next_block"
 ALLOCATION = "srt.mem_cache.triton_ops.allocator:alloc_extend_kernel"
 MASK = "srt.constrained.triton_ops.bitmask_ops:apply_token_bitmask_inplace_kernel"
 HASH = "srt.layers.utils.hash:murmur_hash32_kernel"
@@ -58,7 +60,7 @@ def test_all_that_serving_launches(small, compiled, backend, seeded):
     with engine(small, backend, **flags) as run:
         reqs = [run.add(prompt(i, 20), **STEP | kind) for i, kind in enumerate(KINDS)]
         run.run(*reqs)
-    expected = {CONTEXT_KV, ALLOCATION, MASK} | ({HASH} if seeded else set())
+    expected = {CONTEXT_KV, ACCEPT, BLOCK, ALLOCATION, MASK} | ({HASH} if seeded else set())
     assert expected <= compiled().keys()
 
 

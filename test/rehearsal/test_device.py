@@ -8,7 +8,11 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from sglang_dflash.core.accept import accept_in_torch
+from sglang_dflash.core.block import block_in_torch
 from sglang_dflash.kernels import context_kv
+from sglang_dflash.kernels.accept import launch_accept
+from sglang_dflash.kernels.block import launch_block
 from test.rehearsal.device.attention import attend
 from test.rehearsal.device.memory import LOG, DeviceError
 
@@ -176,11 +180,12 @@ def test_attention_equals_torch(causal, left):
 def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
     """Our kernel in Triton's interpreter."""
     torch.manual_seed(0)
-    n, size = 7, 40
+    n, size = 8, 40
     kv = torch.randn(n, layers, 2, heads, dim).to(dtype).to(CUDA)
     weight, cos_sin = torch.rand(layers, dim).to(dtype), torch.randn(n, ropes, dim)
     slots = 1 + torch.randperm(size - 1)[:n]
     slots[2] = 0  # passed by
+    accepted = torch.tensor([1, 0])  # of two blocks
     written = []
     for store in (context_kv.store_in_torch, context_kv.launch_store):
         pools = [
@@ -188,11 +193,38 @@ def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
             for _ in "kv"
         ]
         given = weight.to(CUDA), 1e-6, cos_sin.to(CUDA), slots.to(CUDA)
-        store(kv, *given, context_kv.Pools.of(*pools))
+        store(kv, *given, context_kv.Pools.of(*pools), accepted.to(CUDA))
         written.append([torch.stack(each).cpu() for each in pools])
     assert not any(pool[:, 0].any() for pool in written[1])
     (k_twin, v_twin), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
     assert torch.equal(v_twin, v_kernel)
-    assert v_twin[:, slots[slots > 0] - 1].abs().sum(dim=(0, 2, 3)).gt(0).all()
+    written_to = v_twin.abs().sum(dim=(0, 2, 3)).nonzero().squeeze(1) + 1
+    assert written_to.tolist() == slots[[0, 1, 4]].sort().values.tolist()
     unit = torch.finfo(dtype).eps * k_twin.abs().max().item()  # two roundings, and cancellation
     torch.testing.assert_close(k_twin, k_kernel, rtol=0, atol=2 * unit)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16])
+@pytest.mark.parametrize("given", [True, False])
+def test_acceptance_equals_its_twin(width, given):
+    torch.manual_seed(width)
+    rows = 40
+    drawn = torch.randint(3, (rows, width), device=CUDA)
+    block = torch.randint(3, (rows, width + 2), device=CUDA)[:, :width]
+    block[::2, 1:] = drawn[::2, :-1]
+    count = torch.randint(width, (rows,), device=CUDA) if given else None
+    asked = block, drawn, torch.randint(90, (rows,), device=CUDA), 80, count
+    for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
+        assert torch.equal(ours.cpu(), twin.cpu())
+
+
+@pytest.mark.parametrize("size", [2, 7, 16])
+def test_the_next_block_equals_its_twin(size):
+    torch.manual_seed(size)
+    rows = 5
+    table = torch.randint(1000, (9, 64), dtype=torch.int32, device=CUDA)
+    lens = torch.randint(64 - size, (rows,), device=CUDA)
+    where = torch.randperm(9, device=CUDA)[:rows]
+    asked = lens * 2, lens, where, table, torch.arange(size, device=CUDA), 150
+    for ours, twin in zip(launch_block(*asked), block_in_torch(*asked), strict=True):
+        assert torch.equal(ours.cpu(), twin.cpu())

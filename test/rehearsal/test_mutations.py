@@ -22,11 +22,13 @@ from test.worker.conftest import prompt
 WRONG = (AssertionError, RuntimeError, IndexError)
 
 TOKENS = [
-    ("runtime.verifier:accept", "cumprod(dim=1).sum(dim=1)", "sum(dim=1)"),
+    ("kernels.accept:launch_accept", "given,", "seq_lens * 0 + width - 1,"),
+    ("kernels.accept:launch_accept", "most,", "most - 220,"),
+    ("kernels.block:launch_block", "table.stride(0),", "0,"),
     ("runtime.state:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("runtime.slots:Slots._alloc", "lens[0] - 1", "lens[0] * 0"),
     ("runtime.draw:_by_row", "_spread(t, block)", "t"),
-    ("runtime.worker:DFlashWorker._draft_next", "num_accepted + 1", "num_accepted + 2"),
+    ("runtime.worker:DFlashWorker._draft_next", "accepted.lens", "accepted.lens + 1"),
     ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
 ]
 PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
@@ -35,8 +37,12 @@ PLANS = [
     (PLAN, "(rows + 1) * width, width", "rows + 1, 1"),
 ]
 CONTEXT = [
-    ("runtime.worker:DFlashWorker._write_accepted", "<= verified", "< verified"),
-    ("model.context_kv:ContextKV._cos_sin", "[positions]", "[positions + 1]"),
+    (
+        "runtime.worker:DFlashWorker._write_accepted",
+        "written, num_accepted",
+        "written, num_accepted - 1",
+    ),
+    ("model.context_kv:ContextKV._cos_sin", "table[positions]", "table[positions + 1]"),
     ("model.context_kv:ContextKV._stack", "p.weight[rows]", "p.weight[rows].flip(0)"),
 ]
 

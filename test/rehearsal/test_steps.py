@@ -70,7 +70,11 @@ def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "old", "new"),
     [
-        ("runtime.verifier:accept", "bonus = ", "num_accepted.max().item(); bonus = "),
+        (
+            "runtime.verifier:Verifier._acceptable",
+            "return tokens",
+            "tokens.max().item(); return tokens",
+        ),
         ("runtime.drafter:Drafter.propose", "rows, lens =", "_ = anchors.tolist(); rows, lens ="),
     ],
 )

@@ -16,6 +16,7 @@ class Ban:
 sys.meta_path.insert(0, Ban())
 import sglang_dflash.core.accept, sglang_dflash.core.block, sglang_dflash.core.slots
 import sglang_dflash.core.penalties, sglang_dflash.kernels.context_kv
+import sglang_dflash.kernels.accept, sglang_dflash.kernels.block
 import sglang_dflash.config, sglang_dflash.checkpoint, sglang_dflash.checkpoint.fit
 import sglang_dflash.checkpoint.loading, sglang_dflash.core.width, sglang_dflash.core.simulate
 import sglang_dflash.cpu.argmax, sglang_dflash.cpu.context_kv
