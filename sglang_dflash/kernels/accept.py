@@ -28,6 +28,7 @@ def launch_accept(
     """One program a request; `core.accept.accept_in_torch` is its twin."""
     rows, width = target_ids.shape
     assert target_ids.is_contiguous()
+    assert seq_lens.is_contiguous()
     assert block.stride(1) == 1
     packed = target_ids.new_empty(rows, width + 1)
     bonus, lens = target_ids.new_empty(rows), target_ids.new_empty(rows)

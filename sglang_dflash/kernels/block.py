@@ -27,6 +27,7 @@ def launch_block(
     """One program a request; `core.block.block_in_torch` is its twin."""
     count, size = len(anchors), len(at)
     assert table.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (anchors, seq_lens, rows))
     block = Block(*(anchors.new_empty(count, size) for _ in Block._fields))
     _next_block[(count,)](
         anchors,

@@ -10,8 +10,12 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
+from sglang_dflash.core.accept import accept_in_torch
+from sglang_dflash.core.block import block_in_torch
 from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
+from sglang_dflash.kernels.accept import launch_accept
+from sglang_dflash.kernels.block import launch_block
 from test.gpu.conftest import (
     DRY_RUN,
     NEAR_TIE,
@@ -198,3 +202,22 @@ def test_context_kv_kernel(dtype, dim):
         written.append(torch.stack([*pools[0], *pools[1]]))
     unit = torch.finfo(dtype).eps * written[0].abs().max().item()
     torch.testing.assert_close(*written, rtol=0, atol=2 * unit)
+
+
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+@pytest.mark.parametrize("given", [True, False])
+def test_kernels_of_a_step(given):
+    """Compiled, acceptance and the next block equal their twins."""
+    torch.manual_seed(0)
+    rows, width, at = 48, 16, torch.arange(16, device="cuda")
+    drawn, block = torch.randint(3, (2, rows, width), device="cuda")
+    block[::2, 1:] = drawn[::2, :-1]
+    count = torch.randint(width, (rows,), device="cuda") if given else None
+    lens = torch.randint(90, (rows,), device="cuda")
+    asked = block, drawn, lens, 80, count
+    for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
+        assert torch.equal(ours, twin)
+    table = torch.randint(1000, (rows, 128), dtype=torch.int32, device="cuda")
+    behind = drawn[:, 0].contiguous(), lens, torch.randperm(rows, device="cuda"), table, at, 150
+    for ours, twin in zip(launch_block(*behind), block_in_torch(*behind), strict=True):
+        assert torch.equal(ours, twin)

@@ -13,16 +13,12 @@ from test.rehearsal.serving import (
     all_kinds,
     answer,
     assert_drafts,
-    assert_exact,
-    engine,
-    serve,
     served,
     small_draft,
 )
 from test.worker.conftest import prompt
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
-PAGES = [1, 16]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def asked(small):
     return answer(small, all_kinds())
 
 
-@pytest.mark.parametrize(("page", "ahead"), [(1, "on"), (16, "on"), (16, "off")])
+@pytest.mark.parametrize(("page", "ahead"), [(1, "off"), (16, "on")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_kinds_of_requests(small, asked, monkeypatch, backend, page, ahead):
     """Batches change while they are served; a prefix is cached; a stop lies inside a block."""
@@ -40,27 +36,6 @@ def test_all_kinds_of_requests(small, asked, monkeypatch, backend, page, ahead):
     assert reqs["radix"].cached_tokens >= 32
     assert reqs["greedy"].spec_verify_ct < 12
     assert_drafts(small, reqs, drafts)
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_retraction(small, backend, page):
-    """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
-    options = N | {"max_new_tokens": 40}
-    asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
-    flags = {
-        "page_size": page,
-        "max_total_tokens": 176,
-        "schedule_conservativeness": 0.01,
-        "cuda_graph_bs": [4],
-    }
-    with engine(small, backend, **flags) as run:
-        free = run.allocator.available_size()
-        reqs = serve(run, asked, apart=0)
-        run.scheduler.flush_cache()
-        assert run.allocator.available_size() == free
-    assert sum(req.retraction_count for req in reqs.values()) > 0
-    assert_exact(reqs, asked)
 
 
 SEEDED = {"enable_deterministic_inference": True, "cuda_graph_bs": [2]}

@@ -1,0 +1,29 @@
+"""Memory runs out while serving, on each attention backend of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, serve
+from test.worker.conftest import prompt
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+def test_retraction(small, backend, page):
+    """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
+    options = N | {"max_new_tokens": 40}
+    asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
+    flags = {
+        "page_size": page,
+        "max_total_tokens": 176,
+        "schedule_conservativeness": 0.01,
+        "cuda_graph_bs": [4],
+    }
+    with engine(small, backend, **flags) as run:
+        free = run.allocator.available_size()
+        reqs = serve(run, asked, apart=0)
+        run.scheduler.flush_cache()
+        assert run.allocator.available_size() == free
+    assert sum(req.retraction_count for req in reqs.values()) > 0
+    assert_exact(reqs, asked)
