@@ -31,7 +31,7 @@ class Accepted(NamedTuple):
 
     packed: Tensor  # [B, w + 1] int64, the target's draws, then num_accepted
     bonus: Tensor  # [B] int64, the last committed tokens
-    lens: Tensor  # [B] int64, tokens before these
+    lens: Tensor  # [B] int64, lengths of the contexts before these
 
     @property
     def num_accepted(self) -> Tensor:

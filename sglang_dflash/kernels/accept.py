@@ -16,7 +16,7 @@ def accept_block(
 
     block: [B, w] int64, rows contiguous, column 0 is the anchor; target_ids: [B, w] int64,
     contiguous; seq_lens: [B] int64, tokens before the anchor; most: the new lengths' bound; given:
-    [B] int64 in 0..w-1, in the place of how many drafts the rule accepts.
+    [B] int64 in 0..w-1, the number of drafts to accept, None: the rule's.
     """
     run = launch_accept if block.is_cuda else accept_in_torch
     return run(block, target_ids, seq_lens, most, given)
@@ -49,7 +49,8 @@ def launch_accept(
     return Accepted(packed, bonus, lens)
 
 
-@triton.jit  # annotations other than tl.constexpr are taken for globals, which Triton refuses
+# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+@triton.jit(do_not_specialize=["most", "stride"])
 def _accept(  # type: ignore[no-untyped-def]
     block,  # [B, w] int64
     target_ids,  # [B, w] int64

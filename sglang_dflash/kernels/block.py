@@ -15,7 +15,7 @@ def next_block(
     """The block that the draft reads behind these contexts.
 
     anchors, seq_lens, rows: [B] int64, contiguous; table: [R, C] int32, slots of positions a row;
-    at: [N] int64, 0..N-1. Positions lie within the table's rows.
+    at: [N] int64, 0..N-1; the kernel reads but its length. Positions lie within the table's rows.
     """
     run = launch_block if anchors.is_cuda else block_in_torch
     return run(anchors, seq_lens, rows, table, at, mask_token_id)
@@ -44,7 +44,8 @@ def launch_block(
     return block
 
 
-@triton.jit  # annotations other than tl.constexpr are taken for globals, which Triton refuses
+# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+@triton.jit
 def _next_block(  # type: ignore[no-untyped-def]
     anchors,  # [B] int64
     seq_lens,  # [B] int64

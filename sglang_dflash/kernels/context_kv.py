@@ -77,7 +77,8 @@ def launch_store(
     )
 
 
-@triton.jit  # annotations other than tl.constexpr are taken for globals, which Triton refuses
+# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+@triton.jit(do_not_specialize=["stride", "width"])
 def _store(  # type: ignore[no-untyped-def]
     kv,  # [n, L, 2, heads, D]
     norm_weight,  # [L, D]
@@ -103,7 +104,7 @@ def _store(  # type: ignore[no-untyped-def]
     if num_accepted is not None:
         request = token // width
         if token % width > tl.load(num_accepted + request * stride):
-            slot = slot * 0
+            slot = slot * 0  # a plain 0 has another type
     if slot == 0:
         return
     there = slot * heads * dim + head * dim + half

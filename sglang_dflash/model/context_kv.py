@@ -60,10 +60,12 @@ class ContextKV:
     ) -> None:
         """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64.
 
-        num_accepted: [B] int64, rows are blocks of B requests, of which the anchor and these drafts
-        are written: the others are projected, and the kernel passes them by. None: all rows are.
+        num_accepted: [B] int64, of B requests with n / B rows each, of which the first
+        num_accepted + 1 are written: the others are projected, and the kernel passes them by. None:
+        all rows are written.
         """
         width = 1 if num_accepted is None else len(slots) // len(num_accepted)
+        assert num_accepted is None or len(slots) == width * len(num_accepted)
         chunk = ROW_CHUNK // width  # requests
         for start in range(0, len(slots) // width, chunk):
             rows = slice(start * width, (start + chunk) * width)

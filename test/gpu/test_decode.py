@@ -182,7 +182,8 @@ def test_the_last_block_ends_behind_the_context(backend, page):
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_context_kv_kernel(dtype, dim):
+@pytest.mark.parametrize("cut", [True, False])  # to the accepted rows of blocks
+def test_context_kv_kernel(dtype, dim, cut):
     """The compiled kernel against its twin."""
     torch.manual_seed(0)
     n, layers, heads, size = 300, 5, 8, 4096
@@ -192,14 +193,15 @@ def test_context_kv_kernel(dtype, dim):
         torch.randn(n, 1, dim, device="cuda"),
         1 + torch.randperm(size - 1, device="cuda")[:n],
     )
+    accepted = torch.randint(15, (n // 15, 16), device="cuda")[:, -1] if cut else None
     written = []
     for store in (context_kv.store_in_torch, context_kv.launch_store):
         pools = [
             [torch.zeros(size, heads, dim, dtype=dtype, device="cuda") for _ in range(layers)]
             for _ in "kv"
         ]
-        store(kv, weight, 1e-6, cos_sin, slots, context_kv.Pools.of(*pools))
-        written.append(torch.stack([*pools[0], *pools[1]]))
+        store(kv, weight, 1e-6, cos_sin, slots, context_kv.Pools.of(*pools), accepted)
+        written.append(torch.stack([*pools[0], *pools[1]])[:, 1:])
     unit = torch.finfo(dtype).eps * written[0].abs().max().item()
     torch.testing.assert_close(*written, rtol=0, atol=2 * unit)
 

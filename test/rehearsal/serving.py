@@ -20,6 +20,7 @@ HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 N = {"max_new_tokens": 16, "ignore_eos": True}
 
 
+CERTAIN = {"temperature": 0.9, "top_k": 1}  # drawn, from one token
 GRAMMAR = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 12}
 Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, tokens
 
@@ -58,7 +59,7 @@ def all_kinds() -> dict[str, Asked]:
         "grammar": Asked(prompt(903, 10), GRAMMAR),
         "penalties": Asked(prompt(904, 17), N | {"frequency_penalty": 0.7, "min_new_tokens": 4}),
         "sampled": Asked(prompt(905, 12), N | {"temperature": 0.9, "top_k": 4, "top_p": 0.9}),
-        "bias": Asked(prompt(906, 8), N | {"logit_bias": {"17": 3.0}}),
+        "bias": Asked(prompt(906, 8), N | {"logit_bias": {"17": 3.0}} | CERTAIN),
         "radix": Asked(SHARED + prompt(907, 5), N),
         "stop": Asked(SHARED, {"max_new_tokens": 16}),
     }

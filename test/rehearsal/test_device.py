@@ -177,7 +177,8 @@ def test_attention_equals_torch(causal, left):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layers", "ropes"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (1, 96), (3, 64), (1, 256)])
-def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
+@pytest.mark.parametrize("cut", [True, False])  # to the accepted rows of two blocks
+def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim, cut):
     """Our kernel in Triton's interpreter."""
     torch.manual_seed(0)
     n, size = 8, 40
@@ -185,7 +186,7 @@ def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
     weight, cos_sin = torch.rand(layers, dim).to(dtype), torch.randn(n, ropes, dim)
     slots = 1 + torch.randperm(size - 1)[:n]
     slots[2] = 0  # passed by
-    accepted = torch.tensor([1, 0])  # of two blocks
+    accepted = torch.tensor([[7, 7, 1], [7, 7, 0]], device=CUDA)[:, -1] if cut else None
     written = []
     for store in (context_kv.store_in_torch, context_kv.launch_store):
         pools = [
@@ -193,13 +194,14 @@ def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
             for _ in "kv"
         ]
         given = weight.to(CUDA), 1e-6, cos_sin.to(CUDA), slots.to(CUDA)
-        store(kv, *given, context_kv.Pools.of(*pools), accepted.to(CUDA))
+        store(kv, *given, context_kv.Pools.of(*pools), accepted)
         written.append([torch.stack(each).cpu() for each in pools])
     assert not any(pool[:, 0].any() for pool in written[1])
     (k_twin, v_twin), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
     assert torch.equal(v_twin, v_kernel)
     written_to = v_twin.abs().sum(dim=(0, 2, 3)).nonzero().squeeze(1) + 1
-    assert written_to.tolist() == slots[[0, 1, 4]].sort().values.tolist()
+    expected = slots[[0, 1, 4]] if cut else slots[slots > 0]
+    assert written_to.tolist() == expected.sort().values.tolist()
     unit = torch.finfo(dtype).eps * k_twin.abs().max().item()  # two roundings, and cancellation
     torch.testing.assert_close(k_twin, k_kernel, rtol=0, atol=2 * unit)
 

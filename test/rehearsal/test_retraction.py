@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, serve
 from test.worker.conftest import prompt
 
@@ -12,6 +15,17 @@ from test.worker.conftest import prompt
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
 def test_retraction(small, backend, page):
     """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
+    crowded(small, backend, page)
+
+
+def test_memory_that_is_not_counted(small, monkeypatch):
+    """A mutation: SGLang is told that the next step takes none."""
+    mutate(monkeypatch, "hooks:tokens_for_next_decode", "return sum(", "return 0 * sum(")
+    with pytest.raises(AssertionError, match="check_decode_mem promises"):
+        crowded(small, "fa3", 1)
+
+
+def crowded(small: Path, backend: str, page: int) -> None:
     options = N | {"max_new_tokens": 40}
     asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
     flags = {
