@@ -3,7 +3,7 @@
 #
 #   benchmark/gpu.sh RUNG...
 #
-#   kernels     our kernel against its twin, one batch on every backend, with graphs and without
+#   kernels     our kernels against their twins, one batch on every backend, with graphs and without
 #   tests       all of test/gpu but the quantised drafts
 #   exact       tokens of the bundled pair in bf16 against those of no speculation, on every backend
 #   speed       8B shapes, SIMULATED acceptance, fa3: no speculation, the built-in, ours
