@@ -1,4 +1,4 @@
-"""The two entry points of `sglang.srt.plugins`, and every hook into SGLang in one table.
+"""The two entry points of `sglang.srt.plugins`, and every hook into SGLang in three tables.
 
 SGLang only logs a plugin that fails and goes on with its built-in DFLASH. So the first thing that
 `dflash` does is to replace the creation of the DFLASH worker by one that refuses unless everything
@@ -150,6 +150,28 @@ DFLASH_HOOKS = (
     ),
 )
 
+CUDA_HOOKS = (
+    Hook(
+        "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",
+        "AROUND",
+        "runtime.fa3:tables_of_a_block",
+        "seven launches where one does",
+    ),
+    Hook(
+        "layers.attention.flashattention_backend"
+        ".FlashAttentionBackend.init_forward_metadata_in_graph",
+        "AFTER",
+        "runtime.fa3:begin_schedules",
+        "what the next one makes belongs to one forward",
+    ),
+    Hook(
+        "layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        "AROUND",
+        "runtime.fa3:scheduled",
+        "every layer of a verify schedules the same lengths again",
+    ),
+)
+
 CPU_HOOKS = (
     Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
@@ -213,6 +235,8 @@ def dflash() -> None:
     _guard_dflash()
     _print_refusals_plainly()
     _register(DFLASH_HOOKS)
+    if _has_cuda():
+        _register(CUDA_HOOKS)  # of modules that load on CUDA alone
 
 
 def dflash_cpu() -> None:
@@ -240,7 +264,8 @@ def missing_hooks() -> list[str]:
         installed = "of unknown version"
     if installed != SGLANG_VERSION:
         return [f"SGLang is {installed}, this release serves {SGLANG_VERSION}"]
-    wanted = DFLASH_HOOKS if _has_accelerator() else DFLASH_HOOKS + CPU_HOOKS
+    wanted = DFLASH_HOOKS + (() if _has_accelerator() else CPU_HOOKS)
+    wanted += CUDA_HOOKS if _has_cuda() else ()
     return [
         f"no hook on {hook.target}"
         for hook in wanted
@@ -326,3 +351,9 @@ def _has_accelerator() -> bool:
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.is_available()

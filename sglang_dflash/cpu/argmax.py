@@ -1,4 +1,4 @@
-"""The largest logit of a row."""
+"""The largest logit of a row on a CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from torch.overrides import wrap_torch_function
 
 
 @wrap_torch_function(lambda logits: (logits,))  # one call to `cpu.graphs`
-def argmax(logits: Tensor) -> Tensor:
-    """Column of each row's largest logit, the lowest on a tie. [n, V] -> [n] int64.
+def argmax_on_cpu(logits: Tensor) -> Tensor:
+    """What `kernels.argmax.argmax` says.
 
     PyTorch's own CPU kernel looks at one element at a time; NumPy's is vectorised.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+    if logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
+
+
+def largest_in_torch(logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `kernels.argmax.launch_largest` does, which has the shapes."""
+    index = argmax_on_cpu(logits)
+    value = logits.gather(1, index[:, None]).squeeze(1).float()
+    mass = (logits.float() - value[:, None]).exp_().sum(dim=-1) if weigh else None
+    return index, value, mass

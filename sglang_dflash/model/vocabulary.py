@@ -10,7 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dflash.cpu.argmax import argmax
+from sglang_dflash.kernels.argmax import largest
 
 CERTAIN = 2**20  # a probability of 1 as an integer
 ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
@@ -79,13 +79,12 @@ class Vocabulary:
     def _best(self, hidden: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
         """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
         logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
-        index = argmax(logits)
-        value = logits.gather(1, index[:, None]).squeeze(1).float()
-        mass = [(logits.float() - value[:, None]).exp_().sum(dim=-1)] if weigh else []  # best: 1
+        index, value, mass = largest(logits, weigh)
         if self._ranks == 1:
-            return index, mass[0].reciprocal() if weigh else value
+            return index, value if mass is None else mass.reciprocal()
         # float32 holds ids below 2**24 exactly
-        best = torch.stack([value, (index + self._first_id).float(), *mass], dim=1)
+        ours = [value, (index + self._first_id).float()] + ([] if mass is None else [mass])
+        best = torch.stack(ours, dim=1)
         ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
         first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
         value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)

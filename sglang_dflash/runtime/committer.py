@@ -62,7 +62,7 @@ class Committer:
     def commit(
         self, batch: ScheduleBatch, verified: Verified, packed: list[list[int]]
     ) -> GenerationBatchResult:
-        """packed: what `Verified.to_host` brought."""
+        """packed: `verified.accepted.packed`, on the host."""
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)

@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from sglang_dflash.cpu.argmax import argmax
+from sglang_dflash.kernels.argmax import argmax
 from sglang_dflash.runtime.constraints import (
     mask_by_grammar,
     penalties_of,

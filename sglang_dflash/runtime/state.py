@@ -20,6 +20,14 @@ from torch import Tensor
 from sglang_dflash.core.width import Array
 
 
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.Event]:
+    """A copy on the host, queued, and when it is done."""
+    copy = tensor.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
+    done = torch.get_device_module(tensor.device).Event()
+    done.record()
+    return copy, done
+
+
 @dataclass
 class DFlashState(SpecInput):
     """Carried by `ScheduleBatch.spec_info` between steps."""

@@ -41,17 +41,6 @@ class Verified:
         last layer where requested."""
         return self.result.logits_output
 
-    def to_host(self) -> tuple[Tensor, torch.Event]:
-        """The one copy to the host, queued, and when it is done.
-
-        [B, w + 1] int64: a row a request, its draws and num_accepted.
-        """
-        packed = self.accepted.packed
-        copied = packed.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
-        done = torch.get_device_module(packed.device).Event()
-        done.record()
-        return copied, done
-
 
 class Verifier:
     def __init__(self, target: TpModelWorker, draw: TargetDraw, widths: Widths) -> None:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_MEASURED = 64  # requests, in the rehearsal of steps
 PROBE = 50  # steps between two that verify all that was drafted, so that it is seen again
 REPEATS = 3
+WORTH = 1.1  # how much faster steps must become at best for the host to wait for a draft
 
 Rehearse: TypeAlias = Callable[[int, int, bool], None]  # batch, width, a draft or a verify
 
@@ -69,6 +70,7 @@ class BestWidths:
         self._survival = Survival(self._block_size)
         self._outlook = Outlook(len(runner.req_to_token_pool.req_to_token), self._block_size)
         self._steps = itertools.count()
+        self._verified: tuple[Array, Array] | None = None  # of this step: probabilities and widths
 
     def forget(self, rows: Tensor) -> None:
         """New requests are in these rows, [B] int64."""
@@ -83,8 +85,19 @@ class BestWidths:
         widths = best_widths(self._outlook(rows.numpy()), seconds).clip(min=2)
         return masked.cut(widths - self._block_size + masked.draft_token_num)
 
+    def can_gain(self, batch: int) -> bool:
+        """Whether a narrower verify of so many requests saves more than a look at the draft costs.
+
+        On a GPU that look leaves the device without work until the verify is planned.
+        """
+        seconds = self._drafting.at(batch)[-1] + self._verifying.at(batch)
+        return self._apart or bool(seconds[-1] > WORTH * seconds.min())
+
     def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
         """The part of a drafted block that is worth its verify; the host waits for the draft."""
+        self._verified = None
+        if not self.can_gain(len(rows)):
+            return block
         assert block.probability is not None
         said, batch = block.probability.cpu().numpy(), len(rows)
         survival, drafts = self._survival(said), np.full(batch, self._block_size - 1)
@@ -103,8 +116,9 @@ class BestWidths:
 
     def observe(self, num_accepted: Array) -> None:
         """Learn from the step of the last `to_verify`. num_accepted: [B] int64."""
-        said, widths = self._verified
-        self._survival.observe(said, num_accepted, widths)
+        if self._verified is not None:
+            said, widths = self._verified
+            self._survival.observe(said, num_accepted, widths)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from sglang_dflash.runtime.draw import TargetDraw
 from sglang_dflash.runtime.logprobs import attach_after_prefill
 from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.state import DFlashBlock, DFlashState
+from sglang_dflash.runtime.state import DFlashBlock, DFlashState, to_host
 from sglang_dflash.runtime.verifier import Verified, Verifier
 from sglang_dflash.runtime.width import BestWidths, Widths
 from sglang_dflash.runtime.window import DraftWindow
@@ -118,7 +118,7 @@ class DFlashWorker:
         best, rows = self.best_widths, batch.req_pool_indices
         part = best.to_verify(block, rows) if best else block.first(self._width)
         verified = self.verifier.verify(batch, part)
-        packed, copied = verified.to_host()
+        packed, copied = to_host(verified.accepted.packed)
         self._write_accepted(verified)
         if self._drafts_ahead and batch.return_hidden_states:
             # The draft's graph may write where the graph of a narrower verify left them.
@@ -151,12 +151,16 @@ class DFlashWorker:
         anchors, lens = verified.accepted.bonus, verified.accepted.lens
         bound = (batch.seq_lens_cpu + width).clamp(max=most)
         block = self.drafter.propose(batch, anchors, lens, bound)
-        if self._width == self._block_size and self.best_widths is None:
+        best = self.best_widths
+        if width == self._block_size and not (best and best.can_gain(len(anchors))):
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Prefill: the target's own forward and draw, then the context KV of every new token."""
+        """Prefill: the target's own forward and draw, then the context KV of every new token.
+
+        The host waits for the first tokens alone, so that they leave while the draft still runs.
+        """
         self.verifier.forget()
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self.model_runner)
@@ -165,6 +169,7 @@ class DFlashWorker:
         anchors = self._draw(output.next_token_logits, batch, batch.seq_lens - 1, block=None)
         if batch.return_logprob:
             attach_after_prefill(self.model_runner.sampler, batch, output, anchors)
+        first, copied = to_host(anchors)
         positions = forward_batch.positions.long()
         self.context_kv.write(output.hidden_states, positions, batch.out_cache_loc)
         if batch.return_hidden_states:
@@ -178,7 +183,9 @@ class DFlashWorker:
             self.slots.reserve(batch.reqs)
             lens = batch.seq_lens, batch.seq_lens_cpu
             batch.spec_info.block = self.drafter.propose(batch, anchors, *lens)
-        result.next_token_ids = anchors
+        copied.synchronize()
+        # No tensor, which SGLang would merge with those of running batches, on the device.
+        batch.input_ids, result.next_token_ids = anchors, first.numpy()
         return result
 
     def _rehearse(self, batch: int, width: int, draft: bool) -> None:

@@ -12,10 +12,13 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
 from sglang_dflash.core.accept import accept_in_torch
 from sglang_dflash.core.block import block_in_torch
+from sglang_dflash.cpu.argmax import largest_in_torch
 from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.kernels import context_kv
 from sglang_dflash.kernels.accept import launch_accept
+from sglang_dflash.kernels.argmax import launch_largest
 from sglang_dflash.kernels.block import launch_block
+from sglang_dflash.kernels.tables import fill_tables
 from test.gpu.conftest import (
     DRY_RUN,
     NEAR_TIE,
@@ -223,3 +226,32 @@ def test_kernels_of_a_step(given):
     behind = drawn[:, 0].contiguous(), lens, torch.randperm(rows, device="cuda"), table, at, 150
     for ours, twin in zip(launch_block(*behind), block_in_torch(*behind), strict=True):
         assert torch.equal(ours, twin)
+
+
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+@pytest.mark.parametrize("rows", [1, 16, 720])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_of_the_largest_logit(rows, dtype):
+    """Compiled, it equals its twin, which is torch's own argmax."""
+    torch.manual_seed(rows)
+    logits = torch.randn(rows, 152_064, device="cuda").to(dtype)[:, :151_936]
+    for weigh in (False, True):
+        ours, twin = launch_largest(logits, weigh), largest_in_torch(logits, weigh)
+        assert torch.equal(ours[0], twin[0])
+        assert torch.equal(ours[1], twin[1])
+        if weigh:
+            torch.testing.assert_close(ours[2], twin[2], rtol=1e-4, atol=0)
+
+
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+@pytest.mark.parametrize("page", [1, 16])
+def test_kernel_of_tables(page):
+    torch.manual_seed(page)
+    table = torch.randint(10_000, (50, 4096), dtype=torch.int32, device="cuda") * 16
+    rows, lens = torch.randperm(50, device="cuda")[:40], torch.randint(4080, (40,), device="cuda")
+    filled, pages = lens.int(), torch.full_like(table[:40, : 4096 // page], -1)
+    fill_tables(table, rows, lens, 16, page, filled, pages, 4096)
+    assert torch.equal(filled, (lens + 16).int())
+    held = torch.arange(pages.shape[1], device="cuda") * page < filled[:, None]
+    expected = torch.where(held, table[rows, ::page] // page, -1)
+    assert torch.equal(pages, expected)

@@ -6,13 +6,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import nn
+from torch import Tensor, nn
 
 from sglang_dflash.core.accept import accept_in_torch
 from sglang_dflash.core.block import block_in_torch
+from sglang_dflash.cpu.argmax import largest_in_torch
 from sglang_dflash.kernels import context_kv
 from sglang_dflash.kernels.accept import launch_accept
+from sglang_dflash.kernels.argmax import launch_largest
 from sglang_dflash.kernels.block import launch_block
+from sglang_dflash.kernels.tables import fill_tables
 from test.rehearsal.device.attention import attend
 from test.rehearsal.device.memory import LOG, DeviceError
 
@@ -230,3 +233,52 @@ def test_the_next_block_equals_its_twin(size):
     asked = lens * 2, lens, where, table, torch.arange(size, device=CUDA), 150
     for ours, twin in zip(launch_block(*asked), block_in_torch(*asked), strict=True):
         assert torch.equal(ours.cpu(), twin.cpu())
+
+
+def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a padded vocabulary, with ties, infinities and one row of NaN."""
+    made = (torch.randn(rows, size + 7) * 3).round(decimals=1).to(dtype)[:, :size]
+    made[0] = float("-inf")
+    made[0, size // 2] = made[1, 3] = float("inf")
+    made[2, size - 1] = made[2, 1] = 1000.0
+    made[3] = float("nan")
+    return made.to(CUDA)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weigh", [True, False])
+def test_the_largest_logit_equals_its_twin(size, dtype, weigh):
+    torch.manual_seed(size)
+    asked = logits(9, size, dtype)
+    ours, twin = launch_largest(asked, weigh), largest_in_torch(asked.cpu(), weigh)
+    assert torch.equal(ours[0].cpu(), twin[0])
+    sane = slice(4, None)
+    assert torch.equal(ours[1].cpu()[sane], twin[1][sane])
+    assert (ours[2] is None) == (twin[2] is None) == (not weigh)
+    if weigh:
+        torch.testing.assert_close(ours[2].cpu()[sane], twin[2][sane])
+        torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_tables_are_those_of_the_requests(page):
+    torch.manual_seed(page)
+    table = torch.randint(50, (6, 1), dtype=torch.int32) * 2400 + torch.arange(2400)
+    rows, lens = torch.tensor([4, 0, 2]), torch.tensor([3, 2300, 1030])
+    filled, pages = torch.zeros(3, dtype=torch.int32), torch.full((3, 2400 // page), -1).int()
+    filled, pages, width = filled.to(CUDA), pages.to(CUDA), 8
+    given = table.int().to(CUDA), rows.to(CUDA), lens.to(CUDA)
+    fill_tables(*given, width, page, filled, pages, 2308)
+    assert filled.tolist() == (lens + width).tolist()
+    for row, length, found in zip(rows, filled.tolist(), pages.cpu(), strict=True):
+        held = -(-length // page)
+        assert torch.equal(found[:held], table[row, :length:page].int() // page)
+        assert bool((found[held:] == -1).all())
+
+
+def test_tables_that_do_not_fit_are_refused():
+    one = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    table = torch.zeros(1, 64, dtype=torch.int32, device=CUDA)
+    with pytest.raises(AssertionError, match="65 pages, and the page table has 64"):
+        fill_tables(table, one, one, 16, 1, one.int(), table, 65)

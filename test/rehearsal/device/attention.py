@@ -66,7 +66,7 @@ def flash_attention_3(
     attention_chunk: int,
     softcap: float,
     is_rotary_interleaved: bool,
-    scheduler_metadata: None = None,
+    scheduler_metadata: Tensor | None = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
@@ -78,6 +78,13 @@ def flash_attention_3(
     assert not any((attention_chunk, k_new is not None, q_v is not None, sinks is not None))
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
     page = k.shape[1]
+    if scheduler_metadata is not None:
+        longest = max_seqlen_q, tables.shape[1] * page
+        heads = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+        windows = is_causal, window_size_left, window_size_right, softcap > 0, num_splits
+        expected = schedule(len(used), *longest, *heads, seqused_k, page, *windows)
+        if not torch.equal(scheduler_metadata, expected):
+            raise DeviceError("a schedule of other lengths, or of another shape")
     made = torch.zeros_like(q[..., : v.shape[-1]]) if out is None else out
     for i, length in enumerate(used):
         count = ends[i + 1] - ends[i]
@@ -95,6 +102,57 @@ def flash_attention_3(
         made[rows] = attended.view_as(made[rows])
     nothing = torch.empty(0)
     return made, nothing, nothing, nothing
+
+
+def schedule(
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dim_v: int,
+    lens: Tensor,
+    page: int,
+    *rest: Any,
+) -> Tensor:
+    """As large as FlashAttention's, and the same if and only if all that it is made of is."""
+    longest = max_seqlen_k if max_seqlen_q > 1 else None  # SGLang's own decode tells another
+    shape = hash((max_seqlen_q, longest, heads, kv_heads, dim, dim_v, page, *map(int, rest)))
+    made = torch.zeros(4 * (-(-batch // 4) * 4) + 1, dtype=torch.int32)
+    made[:batch], made[-1] = lens, shape % 2**31
+    return made
+
+
+def scheduler_metadata(
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dim_v: int,
+    dtype: torch.dtype,
+    lens: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: None = None,
+    cu_seqlens_k_new: None = None,
+    seqused_q: None = None,
+    leftpad_k: None = None,
+    page: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    *_: Any,
+) -> Tensor:
+    """`sgl_kernel::get_scheduler_metadata`; torch leaves out what is the schema's default."""
+    assert page is not None
+    shape = batch, max_seqlen_q, max_seqlen_k, heads, kv_heads, dim, dim_v
+    return schedule(*shape, lens, page, causal, left, right, has_softcap, num_splits)
 
 
 class FlashInferPrefill:

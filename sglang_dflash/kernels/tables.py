@@ -1,0 +1,67 @@
+"""Where each request's KV lies, for attention over pages, in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024  # of a page table, a program
+
+
+def fill_tables(
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    width: int,
+    page_size: int,
+    lens: Tensor,
+    pages: Tensor,
+    most: int,
+) -> None:
+    """Lengths with the block behind the context, and the pages that hold these tokens.
+
+    table: [R, C] int32, slots of positions a row; rows, seq_lens: [B] int64, contiguous; width: of
+    the block; lens: [B] int32, filled; pages: [B, P] int32, filled as far as a request's tokens
+    reach; most: on the host and at least every filled length, at most P * page_size.
+    """
+    assert table.stride(1) == pages.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))
+    columns = -(-most // page_size)
+    assert columns <= pages.shape[1], f"{columns} pages, and the page table has {pages.shape[1]}"
+    _fill_tables[(len(rows), -(-columns // COLUMNS))](
+        table,
+        rows,
+        seq_lens,
+        lens,
+        pages,
+        table.stride(0),
+        pages.stride(0),
+        width,
+        page_size=page_size,
+        columns=COLUMNS,
+    )
+
+
+# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+@triton.jit(do_not_specialize=["width"])
+def _fill_tables(  # type: ignore[no-untyped-def]
+    table,  # [R, C] int32
+    rows,  # [B] int64
+    seq_lens,  # [B] int64
+    lens,  # [B] int32
+    pages,  # [B, P] int32
+    stride,  # of a row of the table
+    pages_stride,  # of a row of the pages
+    width,
+    page_size: tl.constexpr,
+    columns: tl.constexpr,
+):
+    request = tl.program_id(0)
+    length = tl.load(seq_lens + request) + width
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    real = column * page_size < length
+    first = table + tl.load(rows + request) * stride + column * page_size
+    tl.store(pages + request * pages_stride + column, tl.load(first, real, 0) // page_size, real)
+    if tl.program_id(1) == 0:
+        tl.store(lens + request, length.to(tl.int32))
