@@ -67,14 +67,14 @@ else
   # Short lists of graphs, the same for every side, make starts short.
   flags="--load-format dummy --speculative-draft-load-format dummy --mem-fraction-static 0.9"
   flags="$flags --cuda-graph-bs 1 8 32 --piecewise-cuda-graph-tokens"
-  flags="$flags 16 32 48 64 96 128 192 256 384 512 768 1024 1536 2048"
+  flags="$flags 16 32 48 64 96 128 192 256 384 512 640 768 896 1024 1152 1280 1536 2048"
   dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
   few=(--prompts 192 --max-total-tokens 16384)
   load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
   backend() { echo --attention-backend "$1"; }
 fi
 few+=(--max-running-requests 8)
-simulated=(--simulate-accept-length 6.36 --ignore-eos --mix)
+simulated=(--simulate-accept-length 6.36 --ignore-eos --mix --apart)
 
 tests() { # NAME SECONDS ARGUMENTS...
   part "$2" "$1" "$PYTHON" -m pytest -q -p no:cacheprovider -n $workers --dist worksteal \

@@ -1,7 +1,8 @@
 """Speed-up, acceptance and accuracy, side by side: no speculation, the built-in DFLASH, and ours.
 
-All servers of a configuration are up at once and take turns on the same prompts. Whole answers give
-speed, acceptance and accuracy; a streamed pass gives latency. Results are written as they come.
+All servers of a configuration are up at once and take turns on the same prompts, unless told to
+run apart. Whole answers give speed, acceptance and accuracy; a streamed pass gives latency. Results
+are written as they come.
 """
 
 from __future__ import annotations
@@ -164,16 +165,21 @@ class Sweep:
 
         args = argparse.Namespace(**vars(self._args) | axes)
         names = [name for name in self._names if name not in self._given]
-        self._console.print(f"Starting {', '.join(names) or 'nothing'}: {axes}")
         sides = [make_side(name, args, args.simulate_accept_length) for name in names]
-        with serving(sides, failed) as servers:
-            urls = self._given | {name: server.url for name, server in servers.items()}
-            warm_up = settings_at(args, WARM_UP_PROMPTS, 0.0)
-            for url, prompts in itertools.product(urls.values(), self._sets.values()):
-                answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
-            for number, point in enumerate(todo, start=1):
-                self._console.print(f"{number} of {len(todo)}: {point}")
-                self._point(urls, point)
+        for together in [[side] for side in sides] if args.apart and sides else [sides]:
+            started = ", ".join(side.name for side in together)
+            self._console.print(f"Starting {started or 'nothing'}: {axes}")
+            with serving(together, failed) as servers:
+                self._points(self._given | {n: s.url for n, s in servers.items()}, todo)
+
+    def _points(self, urls: dict[str, str], todo: list[dict[str, Any]]) -> None:
+        """All points of these servers, behind a warm-up of each."""
+        warm_up = settings_at(self._args, WARM_UP_PROMPTS, 0.0)
+        for url, prompts in itertools.product(urls.values(), self._sets.values()):
+            answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
+        for number, point in enumerate(todo, start=1):
+            self._console.print(f"{number} of {len(todo)}: {point}")
+            self._point(urls, point)
 
     def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
         """All repeats of all sides at one point, taking turns in shuffled order.
@@ -230,6 +236,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ignore-eos", action="store_true", help="for random weights")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--apart", action="store_true", help="one server at a time, where memory holds no more"
+    )
     parser.add_argument(
         "--concurrency", type=lambda t: [int(c) for c in names(t)], default=[1, 2, 4, 8, 16, 32]
     )

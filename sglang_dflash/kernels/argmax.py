@@ -41,7 +41,9 @@ def launch_largest(logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor 
     of_parts, found = room(rows, parts), room(rows)
     shape = {"columns": COLUMNS, "num_warps": 8}
     _largest_of_parts[(rows, parts)](logits, *of_parts, logits.stride(0), size, share, **shape)
-    _largest_of_rows[(rows,)](*of_parts, *found, parts, padded=triton.next_power_of_2(parts))
+    # As many as there can be, so that no number of rows compiles anew while requests wait.
+    padded = triton.next_power_of_2(triton.cdiv(size, COLUMNS))
+    _largest_of_rows[(rows,)](*of_parts, *found, parts, padded=padded)
     return found
 
 

@@ -18,17 +18,12 @@ from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from test.checkpoints import write_draft
-from test.gpu.conftest import ON_GPU
+from test.gpu.conftest import ON_GPU, prompts
 
 pytestmark = ON_GPU
 
 GROUP = 64  # divides every input size of the bundled draft
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns a nibble holds
-PROMPTS = [
-    "Tom has 12 apples and buys 7 more. How many apples does he have?",
-    "A book costs 8 dollars. How much do 6 books cost?",
-    "def fibonacci(n):",
-]
 
 
 def pack(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -125,9 +120,12 @@ def accepted(draft: Path) -> float:
         attention_backend="triton",
         max_total_tokens=4096,
         mem_fraction_static=0.3,
+        cuda_graph_bs=[6],
+        disable_piecewise_cuda_graph=True,  # half a minute to capture
     )
     try:
-        answers = engine.generate(PROMPTS, {"temperature": 0, "max_new_tokens": 128})
+        sampling = {"temperature": 0, "max_new_tokens": 128}
+        answers = engine.generate(input_ids=prompts(6), sampling_params=sampling)
     finally:
         engine.shutdown()
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)

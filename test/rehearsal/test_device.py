@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sglang_dflash.core.accept import accept_in_torch
 from sglang_dflash.core.block import block_in_torch
 from sglang_dflash.cpu.argmax import largest_in_torch
-from sglang_dflash.kernels import context_kv
+from sglang_dflash.kernels import argmax, context_kv
 from sglang_dflash.kernels.accept import launch_accept
 from sglang_dflash.kernels.argmax import launch_largest
 from sglang_dflash.kernels.block import launch_block
@@ -259,6 +259,21 @@ def test_the_largest_logit_equals_its_twin(size, dtype, weigh):
     if weigh:
         torch.testing.assert_close(ours[2].cpu()[sane], twin[2][sane])
         torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
+
+
+def test_no_number_of_rows_compiles_anew(monkeypatch):
+    """The constants of both kernels are the same for every batch."""
+    seen: set[tuple[tuple[str, int], ...]] = set()
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *_, **constants: seen.add(tuple(constants.items()))
+
+    for kernel in ("_largest_of_parts", "_largest_of_rows"):
+        monkeypatch.setattr(argmax, kernel, Watched())
+    for rows in (1, 3, 16, 100, 768, 5000):
+        argmax.launch_largest(torch.empty(rows, 10_000, device=CUDA), weigh=False)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("page", [1, 4])
