@@ -8,9 +8,9 @@ below is in place; nothing that can fail comes before it.
 from __future__ import annotations
 
 import os
-import pkgutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -339,8 +339,10 @@ def _register(hooks: tuple[Hook, ...]) -> None:
 def _lazy(function: str) -> Callable[..., Any]:
     """Import our side of a hook at its first call: SGLang's modules load in their own order."""
 
+    place, name = function.split(":")
+
     def hook(*args: Any, **kwargs: Any) -> Any:
-        return pkgutil.resolve_name(f"sglang_dflash.{function}")(*args, **kwargs)
+        return getattr(import_module(f"sglang_dflash.{place}"), name)(*args, **kwargs)
 
     hook.__qualname__ = function
     return hook

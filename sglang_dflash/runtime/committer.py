@@ -115,10 +115,10 @@ class Committer:
         """Advance all lengths in new tensors.
 
         Device and host differ only for requests that finished inside their accepted tokens, and
-        those rows leave the batch before the next step.
+        those rows leave the batch before the next step. `orig_seq_lens` stays: dual-chunk attention
+        alone reads it, and verifies no block.
         """
         batch.seq_lens = accepted.lens
-        batch.orig_seq_lens = (batch.orig_seq_lens + 1).add_(accepted.num_accepted)
         committed = [req.kv_committed_len for req in batch.reqs]
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
 

@@ -157,6 +157,26 @@ def test_what_the_device_refuses(small, monkeypatch, mutation):
         served(small, asked, "fa3", cuda_graph_bs=[2])
 
 
+STALE = [
+    (
+        "runtime.fa3:begin_schedules",
+        "cache_seqlens_int32.dflash_schedules = {}",
+        "cache_seqlens_int32.__dict__.setdefault('dflash_schedules', {})",
+    ),
+    ("runtime.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
+    ("runtime.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
+]
+
+
+@pytest.mark.parametrize("mutation", STALE, ids=["of a warm-up", "of the target", "of a page"])
+def test_a_schedule_of_another_forward_is_seen(small, monkeypatch, mutation):
+    """Mutations: attention is told to divide other work than it has."""
+    asked = answer(small, {"one": Asked(prompt(1, 5), N)})
+    mutate(monkeypatch, *mutation)
+    with pytest.raises(Exception, match=r"a schedule of other lengths|a tensor that was freed"):
+        served(small, asked, "fa3", cuda_graph_bs=[2])
+
+
 def test_logits_of_half_precision(small):
     """They lie in SGLang's float32 buffer, in their own dtype; each draw is their argmax."""
     with engine(small, "fa3", dtype="bfloat16") as run:

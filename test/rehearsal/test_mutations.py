@@ -30,6 +30,9 @@ TOKENS = [
     ("runtime.draw:_by_row", "_spread(t, block)", "t"),
     ("runtime.worker:DFlashWorker._draft_next", "accepted.lens", "accepted.lens + 1"),
     ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
+    ("runtime.fa3:tables_of_a_block", 'given["seq_lens"][:bs]', 'given["seq_lens"][:bs] - 1'),
+    ("runtime.fa3:tables_of_a_block", "backend.page_size,", "1,"),
+    ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
 ]
 PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
 PLANS = [
