@@ -173,7 +173,7 @@ def test_a_schedule_of_another_forward_is_seen(small, monkeypatch, mutation):
     """Mutations: attention is told to divide other work than it has."""
     asked = answer(small, {"one": Asked(prompt(1, 5), N)})
     mutate(monkeypatch, *mutation)
-    with pytest.raises(Exception, match=r"a schedule of other lengths|a tensor that was freed"):
+    with pytest.raises(Exception, match="a schedule of other lengths"):
         served(small, asked, "fa3", cuda_graph_bs=[2])
 
 
