@@ -112,7 +112,7 @@ not_ahead() {
     "${simulated[@]}" "${load[@]}" $(backend fa3) --sides ours --out "$OUT/speed_fa3_not_ahead.json"
 }
 flashinfer() {
-  part 260 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
+  part 400 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
 }
 widths() {

@@ -72,7 +72,8 @@ async def _all(
 ) -> tuple[list[Answer], float]:
     turn = asyncio.Semaphore(settings.concurrency)
     connections = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, connector=connections, timeout=TIMEOUT) as client:
+    base = f"{url}/"  # under which aiohttp looks for paths without a slash
+    async with aiohttp.ClientSession(base, connector=connections, timeout=TIMEOUT) as client:
 
         async def one(prompt: Prompt) -> Answer:
             async with turn:
@@ -87,7 +88,7 @@ async def _whole(client: aiohttp.ClientSession, prompt: Prompt, settings: Settin
     if not prompt.chat:  # only the native endpoint tells about a raw prompt's acceptance
         sampling: dict[str, Any] = {"temperature": settings.temperature}
         sampling |= {"max_new_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
-        raw = await _asked(client, "/generate", {"text": prompt.text, "sampling_params": sampling})
+        raw = await _asked(client, "generate", {"text": prompt.text, "sampling_params": sampling})
         return Answer(raw["text"], raw["meta_info"]["completion_tokens"], raw["meta_info"])
     path, body = _request(prompt, settings)
     reply = await _asked(client, path, body | {"return_meta_info": True})
@@ -112,6 +113,8 @@ async def _streamed(client: aiohttp.ClientSession, prompt: Prompt, settings: Set
         else:
             answer.first_s = now - started
         answer.tokens, last = answer.tokens + new, now
+    if not answer.tokens:
+        raise RuntimeError("A stream ended without a token.")
     return answer
 
 
@@ -131,7 +134,10 @@ async def _chunks(
         async for line in reply.content:
             data = line.removeprefix(b"data: ").strip()
             if data and data != b"[DONE]":
-                yield json.loads(data)
+                chunk: dict[str, Any] = json.loads(data)
+                if "error" in chunk:  # with HTTP 200: the answer has begun
+                    raise RuntimeError(chunk["error"])
+                yield chunk
 
 
 async def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
@@ -149,7 +155,7 @@ def _request(prompt: Prompt, settings: Settings) -> tuple[str, dict[str, Any]]:
         "ignore_eos": settings.ignore_eos,
     }
     if not prompt.chat:
-        return "/v1/completions", body | {"prompt": prompt.text}
+        return "v1/completions", body | {"prompt": prompt.text}
     messages = [{"role": "user", "content": prompt.text}]
     template = {"messages": messages, "chat_template_kwargs": settings.template}
-    return "/v1/chat/completions", body | template
+    return "v1/chat/completions", body | template

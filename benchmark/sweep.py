@@ -164,7 +164,8 @@ class Sweep:
                 self.broken.append(side)
 
         args = argparse.Namespace(**vars(self._args) | axes)
-        names = [name for name in self._names if name not in self._given]
+        lacking = [n for n in self._names if not all(self._results.has(p, n) for p in todo)]
+        names = [name for name in lacking if name not in self._given]
         sides = [make_side(name, args, args.simulate_accept_length) for name in names]
         for together in [[side] for side in sides] if args.apart and sides else [sides]:
             started = ", ".join(side.name for side in together)
@@ -174,6 +175,8 @@ class Sweep:
 
     def _points(self, urls: dict[str, str], todo: list[dict[str, Any]]) -> None:
         """All points of these servers, behind a warm-up of each."""
+        if not urls:
+            return
         warm_up = settings_at(self._args, WARM_UP_PROMPTS, 0.0)
         for url, prompts in itertools.product(urls.values(), self._sets.values()):
             answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
@@ -257,7 +260,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What must be equal for a file to be gone on with; paths are told by their last part."""
     told = {key: value for key, value in vars(args).items() if key != "out"}
     told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
-    return {key: v for key, v in told.items() if key not in ("model", "draft", "eagle3")}
+    untold = {"model", "draft", "eagle3"} | (set() if args.apart else {"apart"})
+    return {key: value for key, value in told.items() if key not in untold}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any, NamedTuple
 
 SGLANG_VERSION = "0.5.13.post1"
@@ -340,9 +341,12 @@ def _lazy(function: str) -> Callable[..., Any]:
     """Import our side of a hook at its first call: SGLang's modules load in their own order."""
 
     place, name = function.split(":")
+    modules: list[ModuleType] = []
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(f"sglang_dflash.{place}"), name)(*args, **kwargs)
+        if not modules:
+            modules.append(import_module(f"sglang_dflash.{place}"))
+        return getattr(modules[0], name)(*args, **kwargs)
 
     hook.__qualname__ = function
     return hook

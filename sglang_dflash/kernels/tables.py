@@ -21,9 +21,10 @@ def fill_tables(
 ) -> None:
     """Lengths with the block behind the context, and the pages that hold these tokens.
 
-    table: [R, C] int32, slots of positions a row; rows, seq_lens: [B] int64, contiguous; width: of
-    the block; lens: [B] int32, filled; pages: [B, P] int32, filled as far as a request's tokens
-    reach; most: on the host and at least every filled length, at most P * page_size.
+    table: [R, C] int32, slots of positions a row; rows: [B] int64, seq_lens: [B] int32 or int64,
+    both contiguous; width: of the block; lens: [B] int32, filled; pages: [B, P] int32, filled as
+    far as a request's tokens reach; most: on the host and at least every filled length, at most
+    P * page_size.
     """
     assert table.stride(1) == pages.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))
@@ -48,7 +49,7 @@ def fill_tables(
 def _fill_tables(  # type: ignore[no-untyped-def]
     table,  # [R, C] int32
     rows,  # [B] int64
-    seq_lens,  # [B] int64
+    seq_lens,  # [B] int32 or int64
     lens,  # [B] int32
     pages,  # [B, P] int32
     stride,  # of a row of the table

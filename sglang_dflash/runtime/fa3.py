@@ -14,7 +14,8 @@ def tables_of_a_block(original: Any, backend: Any, *, forward_mode: Any, **given
 
     SGLang takes seven, and sums lengths that FlashAttention reads only where it appends K/V.
     """
-    if not (forward_mode.is_target_verify() and _serves_blocks(backend)):
+    ours = forward_mode.is_target_verify() and _serves_blocks(backend)
+    if not ours or given["encoder_lens"] is not None:
         return original(backend, forward_mode=forward_mode, **given)
     bs, width = given["bs"], backend.speculative_num_draft_tokens
     metadata = backend.target_verify_metadata[bs]
@@ -46,11 +47,11 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     """AROUND `flash_attn_with_kvcache`: layers of one shape share a schedule inside a graph.
 
     Without it each layer launches a kernel that divides the same lengths among the same programs.
-    A sliding window has another division, which SGLang leaves to the layer as well; MLA's shape
-    cannot be told.
+    A sliding window has another division, which SGLang leaves to the layer as well; of MLA, which
+    has a second query, no shape can be told.
     """
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
-    if schedules is None or given["window_size"] != (-1, -1) or "qv" in given:
+    if schedules is None or "qv" in given or given["window_size"] != (-1, -1):
         return original(*args, **given)
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     shape = {

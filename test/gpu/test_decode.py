@@ -247,11 +247,13 @@ def test_kernel_of_the_largest_logit(rows, dtype):
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("page", [1, 16])
-def test_kernel_of_tables(page):
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])  # SGLang's graphs have the first
+def test_kernel_of_tables(page, kind):
     torch.manual_seed(page)
     table = torch.randint(10_000, (50, 4096), dtype=torch.int32, device="cuda") * 16
     rows, lens = torch.randperm(50, device="cuda")[:40], torch.randint(4080, (40,), device="cuda")
-    filled, pages = lens.int(), torch.full_like(table[:40, : 4096 // page], -1)
+    lens = lens.to(kind)
+    filled, pages = rows.int(), torch.full_like(table[:40, : 4096 // page], -1)
     fill_tables(table, rows, lens, 16, page, filled, pages, 4096)
     assert torch.equal(filled, (lens + 16).int())
     held = torch.arange(pages.shape[1], device="cuda") * page < filled[:, None]

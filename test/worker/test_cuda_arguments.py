@@ -16,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import flags
 from sglang_dflash import server_args as rules
 from sglang_dflash.errors import Refusal
+from sglang_dflash.runtime.fa3 import scheduled
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 from test.worker.test_refusals import arguments
@@ -87,3 +88,17 @@ def test_targets_with_windows_are_known(tmp_path):
     plain = model_config(save(tmp_path / "qwen", "Qwen3ForCausalLM", config))
     assert rules._has_windows(windowed)
     assert not rules._has_windows(plain)
+
+
+@pytest.mark.parametrize("mla", [True, False])
+def test_attention_in_a_latent_space_has_no_schedule(mla):
+    """SGLang's call for it, word for word, has a second query and names no window."""
+    lens = torch.zeros(1, dtype=torch.int32)
+    lens.dflash_schedules = {}
+    names = "q k_cache v_cache page_table cu_seqlens_q max_seqlen_q softmax_scale causal softcap"
+    given = dict.fromkeys(names.split()) | {"cache_seqlens": lens, "num_splits": 0}
+    if mla:
+        given |= {"qv": torch.zeros(1, 2, 512), "return_softmax_lse": False}
+    else:
+        given["window_size"] = (128, 0)
+    assert scheduled(lambda **passed: passed, **given) == given
