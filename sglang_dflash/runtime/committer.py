@@ -115,10 +115,9 @@ class Committer:
         """Advance all lengths in new tensors.
 
         Device and host differ only for requests that finished inside their accepted tokens, and
-        those rows leave the batch before the next step. `orig_seq_lens` stays: dual-chunk attention
-        alone reads it, and verifies no block.
+        those rows leave the batch before the next step.
         """
-        batch.seq_lens = accepted.lens
+        batch.seq_lens, batch.orig_seq_lens = accepted.lens, accepted.lens.int()
         committed = [req.kv_committed_len for req in batch.reqs]
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
 
