@@ -90,8 +90,10 @@ class BestWidths:
 
         On a GPU that look leaves the device without work until the verify is planned.
         """
+        if self._apart:
+            return True
         seconds = self._drafting.at(batch)[-1] + self._verifying.at(batch)
-        return self._apart or bool(seconds[-1] > WORTH * seconds.min())
+        return bool(seconds[-1] > WORTH * seconds.min())
 
     def to_verify(self, block: DFlashBlock, rows: Tensor) -> DFlashBlock:
         """The part of a drafted block that is worth its verify; the host waits for the draft."""

@@ -79,10 +79,21 @@ def flash_attention_3(
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
     page = k.shape[1]
     if scheduler_metadata is not None:
-        longest = max_seqlen_q, tables.shape[1] * page
-        heads = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-        windows = is_causal, window_size_left, window_size_right, softcap > 0, num_splits
-        expected = schedule(len(used), *longest, *heads, seqused_k, page, *windows)
+        expected = make_schedule(
+            len(used),
+            max_seqlen_q,
+            tables.shape[1] * page,
+            *(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
+            q.dtype,
+            seqused_k,
+            cu_seqlens_q,
+            page=page,
+            causal=is_causal,
+            left=window_size_left,
+            right=window_size_right,
+            has_softcap=softcap > 0,
+            num_splits=num_splits,
+        )
         if not torch.equal(scheduler_metadata, expected):
             raise DeviceError("a schedule of other lengths, or of another shape")
     made = torch.zeros_like(q[..., : v.shape[-1]]) if out is None else out
@@ -104,27 +115,7 @@ def flash_attention_3(
     return made, nothing, nothing, nothing
 
 
-def schedule(
-    batch: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    dim_v: int,
-    lens: Tensor,
-    page: int,
-    *rest: Any,
-) -> Tensor:
-    """As large as FlashAttention's, and the same if and only if all that it is made of is."""
-    longest = max_seqlen_k if max_seqlen_q > 1 else None  # SGLang's own decode tells another
-    shape = hash((max_seqlen_q, longest, heads, kv_heads, dim, dim_v, page, *map(int, rest)))
-    made = torch.zeros(4 * (-(-batch // 4) * 4) + 1, dtype=torch.int32)
-    made[:batch], made[-1] = lens, shape % 2**31
-    return made
-
-
-def scheduler_metadata(
+def make_schedule(
     batch: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -149,10 +140,16 @@ def scheduler_metadata(
     num_splits: int = 0,
     *_: Any,
 ) -> Tensor:
-    """`sgl_kernel::get_scheduler_metadata`; torch leaves out what is the schema's default."""
-    assert page is not None
-    shape = batch, max_seqlen_q, max_seqlen_k, heads, kv_heads, dim, dim_v
-    return schedule(*shape, lens, page, causal, left, right, has_softcap, num_splits)
+    """`sgl_kernel::get_scheduler_metadata`; torch leaves out what is the schema's default.
+
+    As large as FlashAttention's, and the same if and only if all that it is made of is.
+    """
+    longest = max_seqlen_k if max_seqlen_q > 1 else None  # SGLang's own decode tells another
+    sizes = max_seqlen_q, longest, heads, kv_heads, dim, dim_v, page
+    shape = hash((*sizes, causal, left, right, has_softcap, num_splits))
+    made = torch.zeros(4 * (-(-batch // 4) * 4) + 1, dtype=torch.int32)
+    made[:batch], made[-1] = lens, shape % 2**31
+    return made
 
 
 class FlashInferPrefill:

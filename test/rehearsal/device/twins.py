@@ -14,8 +14,8 @@ from test.rehearsal.device import memory
 from test.rehearsal.device.attention import (
     FlashInferPrefill,
     flash_attention_3,
+    make_schedule,
     merge_state,
-    scheduler_metadata,
 )
 
 
@@ -149,7 +149,7 @@ def pretend() -> None:
         "sgl_kernel::fwd": flash_attention_3,
         "sgl_kernel::rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
         "sgl_kernel::fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
-        "sgl_kernel::get_scheduler_metadata": scheduler_metadata,
+        "sgl_kernel::get_scheduler_metadata": make_schedule,
         "sgl_kernel::silu_and_mul": lambda out, x, *_: silu_and_mul(x, out),
     }
     _pretend_flashinfer()
