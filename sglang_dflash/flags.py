@@ -38,7 +38,7 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         const=DRAFT_AHEAD,
         metavar="{on,off}",
         help="Queue the draft of the next DFLASH block before the host handles results. "
-        "Default: on with fa3 and triton, else off.",
+        "Default: on with CUDA, off on a CPU.",
     )
 
 
@@ -63,14 +63,8 @@ def verify_widths(server_args: Any) -> tuple[int, ...]:
 
 
 def draft_ahead(server_args: Any) -> bool:
-    """Whether the next block is drafted before the host has seen what was committed.
-
-    FlashInfer's `plan` waits for the device, so nothing is gained there; nor is it on a CPU.
-    """
-    backends = {*server_args.get_attention_backends()}
-    backends.add(server_args.speculative_draft_attention_backend)
-    gains = server_args.device == "cuda" and backends <= {"fa3", "triton"}
-    asked = os.environ.get(DRAFT_AHEAD, "on" if gains else "off")
+    """Whether the next block is drafted while the host commits this one. A CPU gains nothing."""
+    asked = os.environ.get(DRAFT_AHEAD, "on" if server_args.device == "cuda" else "off")
     if asked not in ("on", "off"):
         raise Refusal(
             f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {asked!r} does not work: give on "

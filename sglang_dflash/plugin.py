@@ -171,6 +171,12 @@ CUDA_HOOKS = (
         "runtime.fa3:scheduled",
         "every layer of a verify schedules the same lengths again",
     ),
+    Hook(
+        "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
+        "AFTER",
+        "runtime.flashinfer:plan_by_the_host",
+        "a plan waits for the device to tell lengths that the host knows",
+    ),
 )
 
 CPU_HOOKS = (

@@ -154,13 +154,18 @@ class DFlashBlock(SpecInput):
         paged_kernel_lens_sum: int,
         req_to_token: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        """FlashInfer's view of prefix and block: KV indices, KV indptr, query indptr, no mask."""
+        """FlashInfer's view of prefix and block: KV indices, KV indptr, query indptr, no mask.
+
+        paged_kernel_lens: [B], on the device, or on the host, where both indptrs then are, too.
+        """
         rows, width, device = len(req_pool_indices), self.draft_token_num, req_to_token.device
-        lens = paged_kernel_lens + width
-        kv_indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        kv_indptr[1:] = lens.cumsum(0)
-        qo_indptr = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
-        kv_indices = kv_indptr.new_empty(paged_kernel_lens_sum + width * rows)
-        table = (req_to_token, req_pool_indices, lens, kv_indptr, None, kv_indices)
+        known = paged_kernel_lens.device
+        where: Any = {"dtype": torch.int32, "device": known, "pin_memory": known != device}
+        kv_indptr = torch.zeros(rows + 1, **where)
+        kv_indptr[1:] = (paged_kernel_lens + width).cumsum(0)
+        qo_indptr = torch.arange(0, (rows + 1) * width, width, **where)
+        starts = kv_indptr.to(device, non_blocking=True)
+        kv_indices = starts.new_empty(paged_kernel_lens_sum + width * rows)
+        table = (req_to_token, req_pool_indices, starts.diff(), starts, None, kv_indices)
         create_flashinfer_kv_indices_triton[(rows,)](*table, req_to_token.stride(0))
         return kv_indices, kv_indptr, qo_indptr, None

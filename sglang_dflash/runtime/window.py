@@ -17,22 +17,28 @@ class DraftWindow:
     """
 
     def __init__(
-        self, target: ReqToTokenPool, window: int, block_size: int, page_size: int
+        self, target: ReqToTokenPool, window: int, block_size: int, page_size: int, exact: bool
     ) -> None:
+        """exact: the host's lengths are always the true ones."""
         width = ceil_align(window + page_size, page_size) + block_size
         self.rows = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
         self._target, self._window = target, window
-        self._page_size, self._block_size = page_size, block_size
+        self._page_size, self._block_size, self._exact = page_size, block_size, exact
 
     def lens(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> tuple[Tensor, Tensor]:
         """Fill these rows; their lengths on the device, and bounds of them on the host.
 
-        All [B] int64; seq_lens_cpu may be more than the true lengths.
+        All [B] int64; seq_lens_cpu may be more than the true lengths, unless they are exact.
         """
-        start = (seq_lens - self._window).clamp(min=0) // self._page_size * self._page_size
+        start = self._start(seq_lens)
         table = self._target.req_to_token
         width = min(self.rows.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)
         columns.clamp_(max=table.shape[1] - 1)  # behind the block: never read
         self.rows.req_to_token[rows, :width] = table[rows[:, None], columns]
+        if self._exact:
+            return seq_lens - start, seq_lens_cpu - self._start(seq_lens_cpu)
         return seq_lens - start, seq_lens_cpu.clamp(max=self._window + self._page_size - 1)
+
+    def _start(self, seq_lens: Tensor) -> Tensor:
+        return (seq_lens - self._window).clamp(min=0) // self._page_size * self._page_size

@@ -16,6 +16,7 @@ from sglang.srt.server_args import (
     get_global_server_args,
     set_global_server_args_for_scheduler,
 )
+from torch import Tensor
 
 from sglang_dflash import __version__
 from sglang_dflash.core.block import block_positions
@@ -34,7 +35,7 @@ from sglang_dflash.runtime.state import DFlashBlock, DFlashState, to_host
 from sglang_dflash.runtime.verifier import Verified, Verifier
 from sglang_dflash.runtime.width import BestWidths, Widths
 from sglang_dflash.runtime.window import DraftWindow
-from sglang_dflash.server_args import draft_server_args
+from sglang_dflash.server_args import draft_server_args, plans_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ class DFlashWorker:
         self.update_weights_from_ipc = lambda _: (True, "The target has them, the draft its own.")
         block_size = server_args.speculative_num_draft_tokens
         rows, allocator = target_worker.get_memory_pool()
-        window = None
+        window, self._plans_on_host = None, plans_on_host(server_args)
         if (size := server_args.speculative_draft_window_size) is not None:
-            window = DraftWindow(rows, size, block_size, server_args.page_size)
+            page_size, exact = server_args.page_size, self._plans_on_host
+            window = DraftWindow(rows, size, block_size, page_size, exact)
         draft_rows = window.rows if window else rows
         if self.model_runner.kv_cache_dtype != self.model_runner.dtype:
             raise Refusal(
@@ -123,8 +125,13 @@ class DFlashWorker:
         if self._drafts_ahead and batch.return_hidden_states:
             # The draft's graph may write where the graph of a narrower verify left them.
             verified.output.hidden_states = verified.output.hidden_states.clone()
-        batch.spec_info = DFlashState(verified.accepted.bonus, self._draft_next(batch, verified))
-        copied.synchronize()
+        if self._plans_on_host:
+            copied.synchronize()
+            following = self._draft_next(batch, verified, packed[:, -1] + 1)
+        else:
+            following = self._draft_next(batch, verified, part.draft_token_num)
+            copied.synchronize()
+        batch.spec_info = DFlashState(verified.accepted.bonus, following)
         if best is not None:
             best.observe(packed[:, -1].numpy())
         return self.committer.commit(batch, verified, packed.tolist())
@@ -140,19 +147,23 @@ class DFlashWorker:
             at = kept.nonzero().squeeze(1)
             self.context_kv.write(*(rows[at] for rows in written))
 
-    def _draft_next(self, batch: ScheduleBatch, verified: Verified) -> DFlashBlock | None:
-        """The block behind what a step commits, while the host does not know yet how much that is.
+    def _draft_next(
+        self, batch: ScheduleBatch, verified: Verified, grown: Tensor | int
+    ) -> DFlashBlock | None:
+        """The block behind what a step commits.
 
+        grown: how much that is, [B] int64 on the host, or as much as it may be.
         Only a request that ends in this step can come past the context length.
         """
         if not self._drafts_ahead:
             return None
         most, width = self.model_config.context_len, verified.block.draft_token_num
         anchors, lens = verified.accepted.bonus, verified.accepted.lens
-        bound = (batch.seq_lens_cpu + width).clamp(max=most)
+        bound = (batch.seq_lens_cpu + grown).clamp(max=most)
         block = self.drafter.propose(batch, anchors, lens, bound)
         best = self.best_widths
-        if width == self._block_size and not (best and best.can_gain(len(anchors))):
+        narrower = width < self._block_size or (best and best.can_gain(len(anchors)))
+        if not (narrower or self._plans_on_host):
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block
 

@@ -43,6 +43,7 @@ def engine(folder: Path, backend: str, draft: bool = True, **flags: Any) -> InPr
     flags = {
         "attention_backend": backend,
         "disable_piecewise_cuda_graph": True,  # torch compiles these for the device
+        "enable_cudagraph_gc": True,  # or what `InProcess` has frozen thaws, and starts take long
         "cuda_graph_bs": [2, 4],
         "max_running_requests": 4,
         "context_length": 256,
@@ -103,6 +104,14 @@ def recorded(run: InProcess) -> Drafts:
 
     run.worker.drafter.propose = proposed
     return drafts
+
+
+# A prefill a request, each with a draft of its own behind it, and no wait of the target between.
+ONE_BY_ONE = {"speculative_draft_attention_backend": "flashinfer", "chunked_prefill_size": 20}
+
+
+def one_by_one(folder: Path) -> dict[str, Asked]:
+    return answer(folder, {str(n): Asked(prompt(960 + n, n), N) for n in (20, 12)})
 
 
 def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, Any]:

@@ -44,6 +44,7 @@ USUAL = {  # whatever the target is
     "speculative_num_draft_tokens": BLOCK,
     "max_running_requests": 48,
     "draft ahead": True,
+    "plans on the host": False,
     "dtype": torch.bfloat16,
     "quantisation": None,
     "MLA": False,
@@ -68,6 +69,7 @@ def settings(args: ServerArgs) -> dict[str, Any]:
         "target attention": args.get_attention_backends(),
         "draft attention": args.speculative_draft_attention_backend,
         "draft ahead": flags.draft_ahead(args),
+        "plans on the host": rules.plans_on_host(args),
         "dtype": config.dtype,
         "quantisation": config.quantization,
         "MLA": args.use_mla_backend(),
@@ -148,20 +150,31 @@ def test_every_kind_is_judged():
 
 @of_kinds("dense")
 @pytest.mark.parametrize(
-    ("given", "prefill", "decode", "ahead"),
+    ("given", "prefill", "decode", "plans"),
     [
-        ({"attention_backend": "fa3"}, "fa3", "fa3", True),
-        ({"attention_backend": "triton"}, "triton", "triton", True),
-        ({"attention_backend": "flashinfer"}, "flashinfer", "flashinfer", False),
-        ({"decode_attention_backend": "triton"}, "fa3", "triton", True),
-        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer", False),
-        ({"prefill_attention_backend": "triton"}, "triton", "fa3", True),
+        ({"attention_backend": "fa3"}, "fa3", "fa3", False),
+        ({"attention_backend": "triton"}, "triton", "triton", False),
+        ({"attention_backend": "flashinfer"}, "flashinfer", "flashinfer", True),
+        ({"decode_attention_backend": "triton"}, "fa3", "triton", False),
+        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer", True),
+        ({"prefill_attention_backend": "flashinfer"}, "flashinfer", "fa3", True),
+        ({"prefill_attention_backend": "triton"}, "triton", "fa3", False),
     ],
 )
-def test_explicit_backends(target, draft, given, prefill, decode, ahead):
-    """The draft takes the backend of decode. FlashInfer drafts nothing ahead."""
+def test_explicit_backends(target, draft, given, prefill, decode, plans):
+    """The backend of prefills verifies, the draft takes that of decode."""
     expected = {"target attention": (prefill, decode), "draft attention": decode}
-    check_arguments(target, draft, expected | {"draft ahead": ahead}, **given)
+    check_arguments(target, draft, expected | {"plans on the host": plans}, **given)
+
+
+@of_kinds("dense")
+def test_the_backend_that_verifies_can_be_that_of_decode(target, draft):
+    given = {
+        "prefill_attention_backend": "flashinfer",
+        "speculative_attention_mode": "decode",
+    }
+    expected = {"target attention": ("flashinfer", "fa3"), "plans on the host": False}
+    check_arguments(target, draft, expected, **given)
 
 
 @of_kinds("sliding window")
@@ -242,7 +255,7 @@ class Mutation:
 
 FLASHINFER = {"decode_attention_backend": "flashinfer"}
 MIXED = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
-MIXED |= {"draft ahead": False}
+MIXED |= {"plans on the host": True}
 ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
     "enable_flashinfer_allreduce_fusion": Mutation(
         "server_args:handle_dflash",
@@ -255,7 +268,10 @@ ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
         "server_args:handle_dflash", "server_args.disable_overlap_schedule = True", "pass"
     ),
     "draft ahead": Mutation(
-        "flags:draft_ahead", "backends <=", "backends &", given=FLASHINFER, expected=MIXED
+        "flags:draft_ahead", 'server_args.device == "cuda"', 'server_args.device == "cpu"'
+    ),
+    "plans on the host": Mutation(
+        "server_args:plans_on_host", "(draft, ", "(", given=FLASHINFER, expected=MIXED
     ),
     "draft attention": Mutation(
         "server_args:_draft_backend",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton
@@ -102,6 +104,30 @@ def test_a_copy_arrives_when_it_was_waited_for():
     event.synchronize()
     assert first.tolist() == [1, 1]
     assert second.isnan().all()
+
+
+def test_an_event_is_over_with_the_copies_before_it():
+    first, then = torch.cuda.Event(), torch.cuda.Event()
+    torch.ones(2, pin_memory=True).to(CUDA, non_blocking=True)
+    first.record()
+    torch.ones(2, device=CUDA).to("cpu", non_blocking=True)
+    then.record()
+    assert not first.query()
+    first.synchronize()
+    assert (first.query(), then.query()) == (True, False)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_a_copy_reads_may_change_once_it_was_waited_for(pinned):
+    """Pageable memory is read before the call returns."""
+    host = torch.ones(2, pin_memory=pinned)
+    host.to(CUDA, non_blocking=True)
+    torch.cuda.synchronize()
+    host.fill_(2)
+    host.to(CUDA, non_blocking=True)
+    host.fill_(3)
+    with pytest.raises(DeviceError, match="changed") if pinned else nullcontext():
+        torch.cuda.synchronize()
 
 
 def test_a_replay_reads_and_writes_where_the_capture_did(graph):

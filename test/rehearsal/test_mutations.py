@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from test.checkpoints import write_draft
+from test.rehearsal.device.memory import DeviceError
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import (
     Asked,
@@ -18,6 +19,7 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt
 
+WORKER = "runtime.worker:DFlashWorker."
 WRONG = (AssertionError, RuntimeError, IndexError)
 
 TOKENS = [
@@ -27,7 +29,7 @@ TOKENS = [
     ("runtime.state:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("runtime.slots:Slots._alloc", "lens[0] - 1", "lens[0] * 0"),
     ("runtime.draw:_by_row", "_spread(t, block)", "t"),
-    ("runtime.worker:DFlashWorker._draft_next", "accepted.lens", "accepted.lens + 1"),
+    (WORKER + "_draft_next", "accepted.lens", "accepted.lens + 1"),
     ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
     ("runtime.fa3:tables_of_a_block", 'given["seq_lens"][:bs]', 'given["seq_lens"][:bs] - 1'),
     ("runtime.fa3:tables_of_a_block", "backend.page_size,", "1,"),
@@ -35,15 +37,12 @@ TOKENS = [
 ]
 PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
 PLANS = [
-    (PLAN, "lens = paged_kernel_lens + width", "lens = paged_kernel_lens + 1"),
+    (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)"),
     (PLAN, "(rows + 1) * width, width", "rows + 1, 1"),
 ]
 CONTEXT = [
-    (
-        "runtime.worker:DFlashWorker._write_accepted",
-        "written, num_accepted",
-        "written, num_accepted - 1",
-    ),
+    (WORKER + "_write_accepted", "written, num_accepted", "written, num_accepted - 1"),
+    (WORKER + "_decode", "packed[:, -1] + 1", "part.draft_token_num"),
     ("model.context_kv:ContextKV._cos_sin", "table[positions]", "table[positions + 1]"),
     ("model.context_kv:ContextKV._stack", "p.weight[rows]", "p.weight[rows].flip(0)"),
 ]
@@ -68,12 +67,19 @@ def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
         served(small, asked, "flashinfer")
 
 
+def test_memory_that_a_plan_is_copied_from(small, asked, monkeypatch):
+    """A verify is planned ahead, and anew once a request has ended."""
+    mutate(monkeypatch, WORKER + "_draft_next", "or self._plans_on_host", "")
+    with pytest.raises(DeviceError, match="pinned memory changed"):
+        served(small, asked, "flashinfer")
+
+
 @pytest.mark.parametrize("mutation", CONTEXT, ids=lambda mutation: mutation[2])
 def test_what_the_draft_sees(small, monkeypatch, mutation):
     """Tokens stay right; acceptance would fall."""
     mutate(monkeypatch, *mutation)
     asked = answer(small, {"one": Asked(prompt(990, 12), N)})
-    reqs, drafts = served(small, asked, "fa3")
+    reqs, drafts = served(small, asked, "flashinfer")
     with pytest.raises(AssertionError):
         assert_drafts(small, reqs, drafts)
 

@@ -8,11 +8,13 @@ from sglang_dflash.flags import DRAFT_AHEAD
 from test.checkpoints import write_draft
 from test.rehearsal.serving import (
     GRAMMAR,
+    ONE_BY_ONE,
     Asked,
     N,
     all_kinds,
     answer,
     assert_drafts,
+    one_by_one,
     served,
     small_draft,
 )
@@ -68,6 +70,23 @@ def test_the_context_ends_inside_a_block(small):
     """FA3's page tables hold the rows of a block behind the context."""
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     served(small, asked, "fa3", page_size=16, context_length=96)
+
+
+def test_drafts_of_prefill_after_prefill(small):
+    """The second is planned by FlashInfer before the host has waited for the first one's tokens."""
+    asked = one_by_one(small)
+    reqs, drafts = served(small, asked, "fa3", apart=0, **ONE_BY_ONE)
+    assert_drafts(small, reqs, drafts)
+
+
+@pytest.mark.parametrize("ahead", ["on", "off"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_draft_sees_a_part_of_the_context(small, monkeypatch, backend, ahead):
+    """It begins at a page, so its length follows from the exact one, which FlashInfer wants."""
+    monkeypatch.setenv(DRAFT_AHEAD, ahead)
+    asked = answer(small, {"one": Asked(prompt(956, 90), N | {"max_new_tokens": 40})})
+    flags = {"speculative_draft_window_size": 24, "page_size": 16, "cuda_graph_bs": [1]}
+    served(small, asked, backend, **flags)
 
 
 @pytest.mark.parametrize("causal", [True, False])

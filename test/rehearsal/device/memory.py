@@ -92,17 +92,15 @@ def caller() -> str:
     return "?"
 
 
-def waited(what: str, queued: int | None = None) -> None:
-    """The host waits for the device, whose copies to it arrive: the first so many, None: all."""
+def waited(what: str, until: int | None = None) -> None:
+    """The host waits for the device, until so many copies are made, None: all."""
     if _inside:
         return
     if Recording.current is not None:
         raise DeviceError(f"{what} is not permitted while a graph is captured ({caller()})")
     LOG.waits.append(f"{caller()} {what}")
     with inside():
-        for there, value in _ARRIVING[:queued]:
-            there.copy_(value)
-    del _ARRIVING[:queued]
+        COPIES.make(until)
 
 
 def poison(tensor: Tensor) -> None:
@@ -119,11 +117,31 @@ def poison(tensor: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------
 # copies between host and device
 
-_ARRIVING: list[tuple[Tensor, Tensor]] = []  # what a copy without blocking brings: to, value
+
+class Copies:
+    """Those that do not block: seen by the host, and to be relied on, when it has waited."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._queue: list[Callable[[], None]] = []
+
+    @property
+    def queued(self) -> int:
+        """All that were ever asked for."""
+        return self.made + len(self._queue)
+
+    def add(self, make: Callable[[], None]) -> None:
+        self._queue.append(make)
+
+    def make(self, until: int | None = None) -> None:
+        count = len(self._queue) if until is None else max(0, until - self.made)
+        ready, self._queue = self._queue[:count], self._queue[count:]
+        self.made += len(ready)
+        for each in ready:
+            each()
 
 
-def queued() -> int:
-    return len(_ARRIVING)
+COPIES = Copies()
 
 
 def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
@@ -136,11 +154,25 @@ def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
     if not non_blocking:
         waited("copy " + LOG.copies[-1])
     with inside():
-        if to_device or not non_blocking:
+        if not non_blocking:
             there.copy_(here)
             return
-        _ARRIVING.append((there, here.to(there.dtype, copy=True)))
-        poison(there)
+        value, asker = here.to(there.dtype, copy=True), caller()
+        if not to_device:
+            COPIES.add(lambda: there.copy_(value))
+            poison(there)
+            return
+        there.copy_(value)
+        if not pinned:  # copied at once, to memory of the driver
+            return
+
+    def leave() -> None:
+        """The device works late: what it copies must not have changed meanwhile."""
+        same = (here.to(value.dtype) == value) | (value != value)
+        if not bool(same.all()):
+            raise DeviceError(f"pinned memory changed before its copy was made ({asker})")
+
+    COPIES.add(leave)
 
 
 def moved(tensor: Tensor, to_device: bool, dtype: torch.dtype, non_blocking: bool) -> Tensor:
