@@ -37,6 +37,10 @@ from sglang_dflash.launch import free_port
 _ids = itertools.count()
 
 
+# Collections of what an engine leaves need not look at a million objects of modules.
+gc.freeze()
+
+
 def _forget_engine() -> None:
     """What SGLang keeps for the whole process, which has one engine elsewhere."""
     parallel_state.destroy_model_parallel()

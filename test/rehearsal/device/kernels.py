@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -44,6 +46,27 @@ class Driver(DriverBase):
         raise NotImplementedError
 
 
+class Language:
+    """What the interpreter puts into Triton's language while a kernel runs, looked for once.
+
+    In the place of `interpreter._patch_lang`, which looks at each launch, and of what the kernel
+    itself names; and it is for the kernel's helpers as well.
+    """
+
+    def __init__(self) -> None:
+        self._find, self._found = interpreter._patch_lang, []
+
+    def __call__(self, _: Any) -> Any:
+        if not self._found:
+            scope = self._find(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            self._found = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for change in self._found:
+            scope.set_attr(*change)
+        return scope
+
+
 class InPlace(interpreter.GridExecutor):
     """Runs on the device's own memory, which a CPU can read."""
 
@@ -61,12 +84,7 @@ def _interpreted(kernel: JITFunction) -> interpreter.InterpretedFunction:
 
 def _call(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
     """Of a kernel's helper. The interpreter's own leaves Triton's language patched."""
-    function = _interpreted(kernel).rewrite()
-    scope = interpreter._patch_lang(kernel.fn)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        scope.restore()
+    return _interpreted(kernel).rewrite()(*args, **kwargs)
 
 
 def _run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -105,4 +123,5 @@ def pretend() -> None:
     kind.run = _run
     kind.__call__ = _call
     interpreter.InterpretedFunction.pre_run_hooks = []
+    interpreter._patch_lang = Language()
     triton.knobs.runtime.interpret = False
