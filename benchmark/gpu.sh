@@ -1,5 +1,5 @@
 #!/bin/bash
-# What only a GPU can show, a rung at a time; each ends within 9 minutes.
+# What only a GPU can show, a rung at a time; each ends within 9 minutes and writes 8 files at most.
 #
 #   benchmark/gpu.sh RUNG...
 #
@@ -17,6 +17,7 @@
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
+#         A rung goes on there where it stopped; the parts in $OUT/done are not run again.
 # ONLY    of the tests, those that this expression selects, as pytest -k has it
 # DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
 set -uo pipefail
@@ -24,6 +25,13 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} OUT=${OUT:-benchmark/results/gpu}
 export SGLANG_LOG_MS=1 PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
+
+commit=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+if [ -e "$OUT/done" ] && [ "$(head -n 1 "$OUT/done")" != "$commit" ]; then
+  echo "$OUT holds results of $(head -n 1 "$OUT/done"), this is $commit: give another OUT." >&2
+  exit 1
+fi
+[ -e "$OUT/done" ] || echo "$commit" >"$OUT/done"
 
 if [ -n "${BUNDLE:-}" ]; then
   unpacked=$(bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle") || exit 1
@@ -48,10 +56,19 @@ export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYT
 # part SECONDS NAME COMMAND...: its output goes to a log that comes back, its end to the screen.
 part() {
   local began=$SECONDS log="$TMPDIR/$2.log" status
+  if grep -qx "$2" "$OUT/done"; then
+    echo "== $2: done before, says $OUT/done"
+    return 0
+  fi
   timeout --signal=INT --kill-after=15 "$1" "${@:3}" >"$log" 2>&1
   status=$?
   tail -n "${TAIL:-25}" "$log"
-  echo "== $2: status $status after $((SECONDS - began)) s$([ $status = 0 ] || echo "; read logs/$2.log")"
+  if [ $status = 0 ]; then
+    echo "$2" >>"$OUT/done"
+    echo "== $2: done after $((SECONDS - began)) s"
+  else
+    echo "== $2: status $status after $((SECONDS - began)) s; read logs/$2.log of $OUT/logs.tar.gz"
+  fi
   return $status
 }
 
@@ -76,22 +93,28 @@ fi
 few+=(--max-running-requests 8)
 simulated=(--simulate-accept-length 6.36 --ignore-eos --mix --apart)
 
+# Tests that passed are not run again.
 tests() { # NAME SECONDS ARGUMENTS...
-  part "$2" "$1" "$PYTHON" -m pytest -q -p no:cacheprovider -n $workers --dist worksteal \
-    --durations 6 --timeout 150 --maxfail 25 test/gpu "${@:3}"
+  local status log="$TMPDIR/$1.log"
+  touch "$OUT/passed"
+  part "$2" "$1" "$PYTHON" -m pytest -v -p no:cacheprovider -n $workers --dist worksteal \
+    --durations 6 --timeout 150 --maxfail 25 test/gpu "@$OUT/passed" "${@:3}"
+  status=$?
+  [ -e "$log" ] && sed -n 's/.* PASSED \(test[^ ]*\).*/--deselect=\1/p' "$log" >>"$OUT/passed"
+  return $status
 }
 exact() { # NAME ARGUMENTS...
   TAIL=3 part 400 "exact_$1" "$PYTHON" -m benchmark.exactness --out "$OUT/exact_$1.json" \
     "${few[@]}" "${@:2}"
 }
 
-kernels() {
+rung_kernels() {
   tests kernels 300 -k "kernel or (all_kinds and 1-)"
 }
-tests_() {
-  tests tests 520 --deselect test/gpu/test_quantised.py ${ONLY:+-k "$ONLY"}
+rung_tests() {
+  tests tests 500 --deselect test/gpu/test_quantised.py ${ONLY:+-k "$ONLY"}
 }
-exact_() {
+rung_exact() {
   local started=() each failed=0
   exact fa3 $(backend fa3) & started+=($!)
   exact flashinfer $(backend flashinfer) & started+=($!)
@@ -99,40 +122,42 @@ exact_() {
   for each in "${started[@]}"; do wait "$each" || failed=1; done
   return $failed
 }
-speed() {
+rung_speed() {
   part 500 speed "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend fa3) --sides "${SIDES:-none,builtin,ours}" --out "$OUT/speed_fa3.json"
 }
-trace() {
+rung_trace() {
   TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
     --sides "${SIDES:-ours,builtin}" ${DRY_RUN:+--tokens 600} --out "$OUT"
 }
-not_ahead() {
+rung_not_ahead() {
   SGLANG_DFLASH_DRAFT_AHEAD=off part 200 not_ahead "$PYTHON" -m benchmark.sweep "${dummy[@]}" \
     "${simulated[@]}" "${load[@]}" $(backend fa3) --sides ours --out "$OUT/speed_fa3_not_ahead.json"
 }
-flashinfer() {
+rung_flashinfer() {
   part 400 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
 }
-widths() {
+rung_widths() {
   part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
 }
-sampled() {
+rung_sampled() {
   part 200 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix --temperature 0,1 \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
 }
-quantised() {
+rung_quantised() {
   part 300 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
 }
 
+rungs=("${@:-kernels}")
+for rung in "${rungs[@]}"; do
+  declare -F "rung_$rung" >/dev/null && continue
+  echo "No rung $rung: see the head of $0." >&2
+  exit 2
+done
 status=0
-for rung in "${@:-kernels}"; do
-  case $rung in
-    kernels | speed | trace | not_ahead | flashinfer | widths | sampled | quantised) $rung ;;
-    tests | exact) "${rung}_" ;;
-    *) echo "No rung $rung: see the head of $0." >&2; exit 2 ;;
-  esac || status=1
+for rung in "${rungs[@]}"; do
+  "rung_$rung" || status=1
 done
 exit $status

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,55 @@ from benchmark.trace import summary
 
 def answer(ids: list[int], tops: list[list[list[Any]]] | None = None) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {"output_top_logprobs": tops}}
+
+
+ROOT = Path(__file__).parents[2]
+PYTHON = """#!/bin/bash
+case "$*" in *{ends}*) echo "{said}"; exit {status} ;; esac
+exec {python} "$@"
+"""
+
+
+def climb(folder: Path, *rungs: str, status: int, **variables: str) -> subprocess.CompletedProcess:
+    """A dry run where each command of a rung, which is pytest's here, ends with this status."""
+    python = folder / "python"
+    python.write_text(
+        PYTHON.format(ends="pytest", said="what it said", status=status, python=sys.executable)
+    )
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "OUT": str(folder / "out"), "DRY_RUN": "1", "COMMIT": "abc"}
+    command = ["benchmark/gpu.sh", *rungs]
+    environment = os.environ | given | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_rung_that_fails_says_what_to_read(tmp_path: Path):
+    done = climb(tmp_path, "quantised", status=3)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if "status 3" in line]
+    assert f"read logs/quantised.log of {tmp_path / 'out'}/logs.tar.gz" in line
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as logs:
+        log = logs.extractfile("logs/quantised.log")
+        assert log is not None
+        assert log.read() == b"what it said\n"
+
+
+def test_a_rung_goes_on_where_it_stopped(tmp_path: Path):
+    """In one folder and at one commit."""
+    assert climb(tmp_path, "quantised", status=3).returncode == 1
+    assert climb(tmp_path, "quantised", status=0).returncode == 0
+    again = climb(tmp_path, "quantised", status=3)
+    assert again.returncode == 0
+    assert "quantised: done before" in again.stdout
+    other = climb(tmp_path, "quantised", status=0, COMMIT="def")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "holds results of abc, this is def" in other.stderr
+
+
+def test_there_is_no_such_rung(tmp_path: Path):
+    done = climb(tmp_path, "kernel", status=0)
+    assert done.returncode == 2
+    assert "No rung kernel" in done.stderr
 
 
 def test_equal_answers_do_not_part():
