@@ -155,15 +155,21 @@ CUDA_HOOKS = (
     Hook(
         "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",
         "AROUND",
-        "runtime.fa3:tables_of_a_block",
-        "seven launches where one does",
+        "runtime.fa3:leave_to_the_graph",
+        "seven launches before each replay, of what one inside of it does",
     ),
     Hook(
         "layers.attention.flashattention_backend"
         ".FlashAttentionBackend.init_forward_metadata_in_graph",
         "AFTER",
-        "runtime.fa3:begin_schedules",
-        "what the next one makes belongs to one forward",
+        "runtime.fa3:begin_forward",
+        "that one, and what the next hook makes belongs to one forward",
+    ),
+    Hook(
+        "layers.attention.hybrid_attn_backend.HybridAttnBackend.init_forward_metadata_in_graph",
+        "AFTER",
+        "runtime.fa3:begin_in_either",
+        "a target with two backends never tells them that a graph begins",
     ),
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # of a page table, a program
+PROGRAMS = 16  # a request: a graph's launch is sized before lengths are known
+COLUMNS = 1024  # of a page table, at once
 
 
 def fill_tables(
@@ -17,20 +18,16 @@ def fill_tables(
     page_size: int,
     lens: Tensor,
     pages: Tensor,
-    most: int,
 ) -> None:
     """Lengths with the block behind the context, and the pages that hold these tokens.
 
     table: [R, C] int32, slots of positions a row; rows: [B] int64, seq_lens: [B] int32 or int64,
     both contiguous; width: of the block; lens: [B] int32, filled; pages: [B, P] int32, filled as
-    far as a request's tokens reach; most: on the host and at least every filled length, at most
-    P * page_size.
+    far as a request's tokens reach, which is at most P * page_size.
     """
     assert table.stride(1) == pages.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))
-    columns = -(-most // page_size)
-    assert columns <= pages.shape[1], f"{columns} pages, and the page table has {pages.shape[1]}"
-    _fill_tables[(len(rows), -(-columns // COLUMNS))](
+    _fill_tables[(len(rows), PROGRAMS)](
         table,
         rows,
         seq_lens,
@@ -60,9 +57,12 @@ def _fill_tables(  # type: ignore[no-untyped-def]
 ):
     request = tl.program_id(0)
     length = tl.load(seq_lens + request) + width
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
-    real = column * page_size < length
-    first = table + tl.load(rows + request) * stride + column * page_size
-    tl.store(pages + request * pages_stride + column, tl.load(first, real, 0) // page_size, real)
+    slots = table + tl.load(rows + request) * stride
+    pages += request * pages_stride
+    begin, step = tl.program_id(1) * columns, tl.num_programs(1) * columns
+    for start in range(begin, tl.cdiv(length, page_size), step):
+        column = start + tl.arange(0, columns)
+        real = column * page_size < length
+        tl.store(pages + column, tl.load(slots + column * page_size, real, 0) // page_size, real)
     if tl.program_id(1) == 0:
         tl.store(lens + request, length.to(tl.int32))

@@ -1,4 +1,4 @@
-"""FlashAttention 3 over blocks: tables in one launch, and one schedule for all layers."""
+"""FlashAttention 3 over blocks: a graph fills its tables, and has one schedule for all layers."""
 
 from __future__ import annotations
 
@@ -9,38 +9,49 @@ from sglang.srt.server_args import get_global_server_args
 from sglang_dflash.kernels.tables import fill_tables
 
 
-def tables_of_a_block(original: Any, backend: Any, *, forward_mode: Any, **given: Any) -> None:
-    """AROUND `FlashAttentionBackend._apply_cuda_graph_metadata`: a block's tables in one launch.
+def leave_to_the_graph(original: Any, backend: Any, *, forward_mode: Any, **given: Any) -> None:
+    """AROUND `FlashAttentionBackend._apply_cuda_graph_metadata`: a block's graph fills its tables.
 
-    SGLang takes seven, and sums lengths that FlashAttention reads only where it appends K/V.
+    SGLang takes seven launches before each replay, and sums lengths that FlashAttention reads only
+    where it appends K/V.
     """
     ours = forward_mode.is_target_verify() and _serves_blocks(backend)
     if not ours or given["encoder_lens"] is not None:
         return original(backend, forward_mode=forward_mode, **given)
-    bs, width = given["bs"], backend.speculative_num_draft_tokens
-    metadata = backend.target_verify_metadata[bs]
-    metadata.max_seq_len_k = int(given["seq_lens_cpu"][:bs].max()) + width
-    fill_tables(
-        backend.req_to_token,
-        given["req_pool_indices"][:bs],
-        given["seq_lens"][:bs],
-        width,
-        backend.page_size,
-        metadata.cache_seqlens_int32,
-        metadata.page_table,
-        metadata.max_seq_len_k,
-    )
-    backend.forward_metadata = metadata
+    bs = given["bs"]
+    backend.forward_metadata = metadata = backend.target_verify_metadata[bs]
+    most = int(given["seq_lens_cpu"][:bs].max()) + backend.speculative_num_draft_tokens
+    room = metadata.page_table.shape[1] * backend.page_size
+    assert most <= room, f"{most} tokens, and the page table has room for {room}"
     return None
 
 
-def begin_schedules(_: None, backend: Any, forward_batch: Any) -> None:
-    """AFTER `FlashAttentionBackend.init_forward_metadata_in_graph`: none of this forward is made.
+def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
+    """AFTER `FlashAttentionBackend.init_forward_metadata_in_graph`: tables, and no schedule yet.
 
-    They lie on the lengths that they are made of, which every layer hands over.
+    Schedules lie on the lengths that they are made of, which every layer hands over.
     """
-    if forward_batch.forward_mode.is_target_verify() and _serves_blocks(backend):
-        backend.forward_metadata.cache_seqlens_int32.dflash_schedules = {}
+    ours = forward_batch.forward_mode.is_target_verify() and _serves_blocks(backend)
+    if not ours or forward_batch.encoder_lens is not None:
+        return
+    metadata = backend.forward_metadata
+    fill_tables(
+        backend.req_to_token,
+        forward_batch.req_pool_indices,
+        forward_batch.seq_lens,
+        backend.speculative_num_draft_tokens,
+        backend.page_size,
+        metadata.cache_seqlens_int32,
+        metadata.page_table,
+    )
+    metadata.cache_seqlens_int32.dflash_schedules = {}
+
+
+def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
+    """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`, which asks neither of its two."""
+    backend._select_backend(forward_batch.forward_mode).init_forward_metadata_in_graph(
+        forward_batch
+    )
 
 
 def scheduled(original: Any, *args: Any, **given: Any) -> Any:

