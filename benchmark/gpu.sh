@@ -10,6 +10,7 @@
 #   trace       the same: a profile of ten steps, ours and the built-in's
 #   not_ahead   the same: ours, not drafting ahead
 #   flashinfer  the same with flashinfer: the built-in, ours
+#   pages       the same: ours, page size 1 and 16
 #   widths      the bundled pair: whole blocks verified, and as much as pays
 #   sampled     the bundled pair at temperature 0 and 1: no speculation, the built-in, ours
 #   quantised   fp8, AWQ and GPTQ drafts
@@ -46,7 +47,8 @@ work=$(mktemp -d)
 export TMPDIR=$work/logs
 mkdir -p "$TMPDIR"
 finish() {
-  tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' logs 2>/dev/null
+  tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' --exclude 'pytest-of-*' \
+    --exclude 'torchinductor_*' logs 2>/dev/null
   rm -rf "$work"
 }
 trap finish EXIT
@@ -137,6 +139,10 @@ rung_not_ahead() {
 rung_flashinfer() {
   part 400 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
+}
+rung_pages() {
+  part 400 pages "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
+    $(backend fa3) --sides ours --page-size 1,16 --out "$OUT/speed_pages.json"
 }
 rung_widths() {
   part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
