@@ -18,91 +18,52 @@
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
-#         A rung goes on there where it stopped; the parts in $OUT/done are not run again.
+#         A rung goes on there where it stopped, at the same commit: the parts in $OUT/done, and the
+#         tests in $OUT/passed, are not run again.
 # ONLY    of the tests, those that this expression selects, as pytest -k has it
 # DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} OUT=${OUT:-benchmark/results/gpu}
 export SGLANG_LOG_MS=1 PYTHONUNBUFFERED=1
-mkdir -p "$OUT"
-
-commit=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
-if [ -e "$OUT/done" ] && [ "$(head -n 1 "$OUT/done")" != "$commit" ]; then
-  echo "$OUT holds results of $(head -n 1 "$OUT/done"), this is $commit: give another OUT." >&2
-  exit 1
-fi
-[ -e "$OUT/done" ] || echo "$commit" >"$OUT/done"
-
-if [ -n "${BUNDLE:-}" ]; then
-  unpacked=$(bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle") || exit 1
-  eval "$(grep ^export <<<"$unpacked")"
-fi
-if [ -z "${DRY_RUN:-}" ] && ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
-  echo "No CUDA GPU that $PYTHON can use: nothing is measured." >&2
-  exit 1
-fi
-
-work=$(mktemp -d)
-export TMPDIR=$work/logs
-mkdir -p "$TMPDIR"
-finish() {
-  tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' --exclude 'pytest-of-*' \
-    --exclude 'torchinductor_*' logs 2>/dev/null
-  rm -rf "$work"
-}
-trap finish EXIT
-export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYTHONPATH}"
-"$PYTHON" -m benchmark.entry_points "$work/site" || exit 1
 
 # part SECONDS NAME COMMAND...: its output goes to a log that comes back, its end to the screen.
+# FINE  a status besides 0 that ends it well
 part() {
   local began=$SECONDS log="$TMPDIR/$2.log" status
-  if grep -qx "$2" "$OUT/done"; then
-    echo "== $2: done before, says $OUT/done"
+  local what="$2${SIDES:+ SIDES=$SIDES}${ONLY:+ ONLY=$ONLY}${DRY_RUN:+ DRY_RUN}"
+  if grep -qxF "$what" "$OUT/done"; then
+    echo "== $what: done before, says $OUT/done"
     return 0
   fi
   timeout --signal=INT --kill-after=15 "$1" "${@:3}" >"$log" 2>&1
   status=$?
   tail -n "${TAIL:-25}" "$log"
-  if [ $status = 0 ]; then
-    echo "$2" >>"$OUT/done"
-    echo "== $2: done after $((SECONDS - began)) s"
-  else
-    echo "== $2: status $status after $((SECONDS - began)) s; read logs/$2.log of $OUT/logs.tar.gz"
+  if [ $status = 0 ] || [ $status = "${FINE:-0}" ]; then
+    echo "$what" >>"$OUT/done"
+    echo "== $what: done after $((SECONDS - began)) s"
+    return 0
   fi
+  echo "== $what: status $status after $((SECONDS - began)) s; read logs/$2.log of $OUT/logs.tar.gz"
   return $status
 }
 
-if [ -n "${DRY_RUN:-}" ]; then
-  export DFLASH_DRY_RUN=1
-  workers=2 dummy=(--max-total-tokens 16384 --max-running-requests 4 --threads 1)
-  few=(--prompts 3 --max-tokens 16 --max-total-tokens 8192 --threads 1)
-  load=(--prompts 4 --per-slot 1 --concurrency 1,2 --max-tokens 32 --repeats 1)
-  backend() { :; } # the one that a CPU has
-else
-  workers=${WORKERS:-8}
-  "$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
-  # Short lists of graphs, the same for every side, make starts short.
-  flags="--load-format dummy --speculative-draft-load-format dummy --mem-fraction-static 0.9"
-  flags="$flags --cuda-graph-bs 1 8 32 --piecewise-cuda-graph-tokens"
-  flags="$flags 16 32 48 64 96 128 192 256 384 512 640 768 896 1024 1152 1280 1536 2048"
-  dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
-  few=(--prompts 192 --max-total-tokens 16384)
-  load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
-  backend() { echo --attention-backend "$1"; }
-fi
-few+=(--max-running-requests 8)
-simulated=(--simulate-accept-length 6.36 --ignore-eos --mix --apart)
-
-# Tests that passed are not run again.
+# Node IDs of a log of pytest that have this result, as options that leave them out.
+with_result() { # RESULT LOG
+  sed -n "s/.* $1 \\(test[^ ]*\\).*/--deselect=\\1/p" "$2"
+}
 tests() { # NAME SECONDS ARGUMENTS...
   local status log="$TMPDIR/$1.log"
   touch "$OUT/passed"
-  part "$2" "$1" "$PYTHON" -m pytest -v -p no:cacheprovider -n $workers --dist worksteal \
+  # 5: no tests are left.
+  FINE=$([ -s "$OUT/passed" ] && [ -z "${ONLY:-}" ] && echo 5) \
+    part "$2" "$1" "$PYTHON" -m pytest -v -p no:cacheprovider -n $workers --dist worksteal \
     --durations 6 --timeout 150 --maxfail 25 test/gpu "@$OUT/passed" "${@:3}"
   status=$?
-  [ -e "$log" ] && sed -n 's/.* PASSED \(test[^ ]*\).*/--deselect=\1/p' "$log" >>"$OUT/passed"
+  if [ -e "$log" ]; then # a test that ends with an error has passed before
+    with_result PASSED "$log" | grep -vxFf <(with_result ERROR "$log") >>"$OUT/passed"
+    sort -u -o "$OUT/passed" "$OUT/passed"
+  fi
   return $status
 }
 exact() { # NAME ARGUMENTS...
@@ -126,7 +87,7 @@ rung_exact() {
 }
 rung_speed() {
   part 500 speed "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
-    $(backend fa3) --sides "${SIDES:-none,builtin,ours}" --out "$OUT/speed_fa3.json"
+    $(backend fa3) --sides "${SIDES:-none,builtin,ours}" --out "$OUT/speed_fa3${SIDES:+_${SIDES//,/_}}.json"
 }
 rung_trace() {
   TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
@@ -162,6 +123,60 @@ for rung in "${rungs[@]}"; do
   echo "No rung $rung: see the head of $0." >&2
   exit 2
 done
+
+mkdir -p "$OUT"
+commit=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+if [ -e "$OUT/done" ]; then
+  before=$(head -n 1 "$OUT/done")
+  if [ "$before" != "$commit" ] || [[ $commit == unknown || $commit == *-dirty ]]; then
+    echo "$OUT holds results of commit $before, this is $commit: give another OUT." >&2
+    exit 1
+  fi
+fi
+if [ -n "${BUNDLE:-}" ]; then
+  unpacked=$(bash "$BUNDLE/unpack.sh" "$BUNDLE/bundle") || exit 1
+  eval "$(grep ^export <<<"$unpacked")"
+fi
+if [ -z "${DRY_RUN:-}" ] && ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+  echo "No CUDA GPU that $PYTHON can use: nothing is measured." >&2
+  exit 1
+fi
+
+work=$(mktemp -d)
+export TMPDIR=$work/logs
+mkdir -p "$TMPDIR"
+finish() {
+  tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' --exclude 'pytest-of-*' \
+    --exclude 'torchinductor_*' logs 2>/dev/null
+  rm -rf "$work"
+}
+[ -e "$OUT/logs.tar.gz" ] && tar -xzf "$OUT/logs.tar.gz" -C "$work" # of rungs before
+trap finish EXIT
+export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYTHONPATH}"
+"$PYTHON" -m benchmark.entry_points "$work/site" || exit 1
+[ -e "$OUT/done" ] || echo "$commit" >"$OUT/done"
+
+if [ -n "${DRY_RUN:-}" ]; then
+  export DFLASH_DRY_RUN=1
+  workers=2 dummy=(--max-total-tokens 16384 --max-running-requests 4 --threads 1)
+  few=(--prompts 3 --max-tokens 16 --max-total-tokens 8192 --threads 1)
+  load=(--prompts 4 --per-slot 1 --concurrency 1,2 --max-tokens 32 --repeats 1)
+  backend() { :; } # the one that a CPU has
+else
+  workers=${WORKERS:-8}
+  "$PYTHON" -m benchmark.dummy "$work/dummy" || exit 1
+  # Short lists of graphs, the same for every side, make starts short.
+  flags="--load-format dummy --speculative-draft-load-format dummy --mem-fraction-static 0.9"
+  flags="$flags --cuda-graph-bs 1 8 32 --piecewise-cuda-graph-tokens"
+  flags="$flags 16 32 48 64 96 128 192 256 384 512 640 768 896 1024 1152 1280 1536 2048"
+  dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
+  few=(--prompts 192 --max-total-tokens 16384)
+  load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
+  backend() { echo --attention-backend "$1"; }
+fi
+few+=(--max-running-requests 8)
+simulated=(--simulate-accept-length 6.36 --ignore-eos --mix --apart)
+
 status=0
 for rung in "${rungs[@]}"; do
   "rung_$rung" || status=1

@@ -1,14 +1,13 @@
 """A profiler trace of ten decode steps of a server under a steady load, and what it says.
 
 Acceptance is simulated, so all sides do equal work. Servers run one at a time. The trace itself is
-Chrome's format (gzip). Sides and loads whose traces are there are left out.
+Chrome's format (gzip).
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import itertools
 import json
 import sys
 import tempfile
@@ -110,26 +109,23 @@ def main(argv: list[str] | None = None) -> int:
     interrupt_on_signals()
     args.out.mkdir(parents=True, exist_ok=True)
     sides = [make_side(name, args, args.accept_length) for name in args.sides]
-    path = args.out / "trace.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, Any] = {}
     try:
         for side in sides:
-            todo = [batch for batch in args.batches if f"{side.name}_{batch}" not in found]
-            with serving([side] if todo else []) as servers:
-                for batch, server in itertools.product(todo, servers.values()):
-                    key = f"{side.name}_{batch}"
+            with serving([side]) as servers:
+                for batch in args.batches:
                     with tempfile.TemporaryDirectory() as folder:
                         sizes = batch, args.context, args.tokens, args.steps
-                        trace = profile(server, *sizes, Path(folder))
+                        trace = profile(servers[side.name], *sizes, Path(folder))
+                        key = f"{side.name}_{batch}"
                         found[key] = summary(trace, args.steps)
                         (args.out / f"trace_{key}.json.gz").write_bytes(trace.read_bytes())
-                    path.write_text(json.dumps(found, indent=1) + "\n")
+                    show(key, found[key])
     except ServerFailed as error:
         print(error, file=sys.stderr)
         return 1
     finally:
-        for key, one in found.items():
-            show(key, one)
+        (args.out / "trace.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

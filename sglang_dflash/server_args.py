@@ -156,10 +156,10 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     return args
 
 
-def plans_on_host(server_args: ServerArgs) -> bool:
-    """Whether the host must know all lengths before a block's forward: FlashInfer plans by them."""
-    draft = server_args.speculative_draft_attention_backend
-    return "flashinfer" in (draft, _verify_backend(server_args))
+def verify_backend(server_args: ServerArgs) -> str:
+    """The target's attention backend that a block is verified with."""
+    prefill, decode = server_args.get_attention_backends()
+    return prefill if server_args.speculative_attention_mode == "prefill" else decode
 
 
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
@@ -190,12 +190,6 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
             f"worse with fewer masks. --speculative-dflash-verify-width {size} keeps them."
         )
     return size
-
-
-def _verify_backend(server_args: ServerArgs) -> str:
-    """The target's attention backend that a block is verified with."""
-    prefill, decode = server_args.get_attention_backends()
-    return prefill if server_args.speculative_attention_mode == "prefill" else decode
 
 
 def _draft_backend(server_args: ServerArgs) -> str:
@@ -356,7 +350,7 @@ def _check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
             "release keeps the draft's and the target's KV in the model's dtype: use a checkpoint "
             "without kv_cache_quant_algo, or serve it without --speculative-algorithm DFLASH."
         )
-    if _verify_backend(server_args) == "flashinfer" and _has_windows(model_config):
+    if verify_backend(server_args) == "flashinfer" and _has_windows(model_config):
         raise Refusal(
             f"The target {server_args.model_path} has sliding-window layers, for which SGLang's "
             "flashinfer backend cannot verify a block: give --attention-backend fa3 or triton."

@@ -34,8 +34,8 @@ class Drafter:
         """The drafted block of every request; its slots hold the draft's K/V of the masks.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
-        seq_lens_cpu: on the host and at least these. What is not worth its draft has a
-        probability of 0.
+        seq_lens_cpu: on the host and at least these, exactly these with FlashInfer. What is not
+        worth its draft has a probability of 0.
         """
         rows, lens = batch.req_pool_indices, (seq_lens, seq_lens_cpu)
         context = anchors, seq_lens, rows, self._slots.table

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import torch
 from sglang.srt.server_args import get_global_server_args
 from torch import Tensor
 
@@ -12,24 +12,35 @@ from sglang_dflash.runtime.state import DFlashBlock
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
-    """AFTER `FlashInferIndicesUpdaterPrefill.__init__`: `plan` finds all that it reads on the host.
-
-    What lies on the device it would copy, and wait for, three tensors a forward.
-    """
+    """AFTER `FlashInferIndicesUpdaterPrefill.__init__`: blocks are planned by `Plans`."""
     if get_global_server_args().speculative_algorithm == "DFLASH":
-        updater.kv_last_page_len = updater.kv_last_page_len.cpu().pin_memory()  # always 1
-        updater.update = partial(_update, updater.update)
+        updater.update = Plans(updater)
 
 
-def _update(
-    update: Any, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor, *args: Any, **given: Any
-) -> None:
-    """`FlashInferIndicesUpdaterPrefill.update`; the host's lengths of a block are the true ones.
+class Plans:
+    """In the place of `FlashInferIndicesUpdaterPrefill.update`: plans of blocks wait for nothing.
 
-    A plan is copied from pinned memory that the next one overwrites. Between two plans of a backend
-    the host has always waited for the device: for a step's result, or with SGLang for the inputs of
-    a prefill. So a verify is not planned ahead of its step.
+    `plan` reads lengths on the host. It fetches those that lie on the device, three tensors a
+    forward; the host's lengths of a block are the true ones, and its last pages all hold one token.
     """
-    if isinstance(given["spec_info"], DFlashBlock):
-        seq_lens = seq_lens_cpu
-    update(rows, seq_lens, seq_lens_cpu, *args, **given)
+
+    def __init__(self, updater: Any) -> None:
+        self._updater, self._update = updater, updater.update
+        self._last_page_len = updater.kv_last_page_len.cpu().pin_memory()
+        self._copied = torch.cuda.Event()
+
+    def __call__(
+        self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor, *args: Any, **given: Any
+    ) -> None:
+        if not isinstance(given["spec_info"], DFlashBlock):
+            return self._update(rows, seq_lens, seq_lens_cpu, *args, **given)
+        if not self._copied.query():  # a plan overwrites the pinned memory of the one before
+            self._copied.synchronize()
+        on_device = self._updater.kv_last_page_len
+        self._updater.kv_last_page_len = self._last_page_len
+        try:
+            self._update(rows, seq_lens_cpu, seq_lens_cpu, *args, **given)
+        finally:
+            self._updater.kv_last_page_len = on_device
+        self._copied.record()
+        return None

@@ -127,7 +127,8 @@ class DFlashBlock(SpecInput):
     ) -> ForwardBatch:
         """A forward of this block behind contexts of these lengths, [B] int64 each.
 
-        seq_lens_cpu may be more than the true lengths: backends size buffers by it.
+        seq_lens_cpu may be more than the true lengths: backends size buffers by it. FlashInfer
+        plans by it, so there they are the true ones.
         """
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -159,11 +160,11 @@ class DFlashBlock(SpecInput):
         paged_kernel_lens: [B], on the device, or on the host, where both indptrs then are, too.
         """
         rows, width, device = len(req_pool_indices), self.draft_token_num, req_to_token.device
-        known = paged_kernel_lens.device
-        where: Any = {"dtype": torch.int32, "device": known, "pin_memory": known != device}
-        kv_indptr = torch.zeros(rows + 1, **where)
+        there = paged_kernel_lens.device
+        options: Any = {"dtype": torch.int32, "device": there, "pin_memory": there != device}
+        kv_indptr = torch.zeros(rows + 1, **options)
         kv_indptr[1:] = (paged_kernel_lens + width).cumsum(0)
-        qo_indptr = torch.arange(0, (rows + 1) * width, width, **where)
+        qo_indptr = torch.arange(0, (rows + 1) * width, width, **options)
         starts = kv_indptr.to(device, non_blocking=True)
         kv_indices = starts.new_empty(paged_kernel_lens_sum + width * rows)
         table = (req_to_token, req_pool_indices, starts.diff(), starts, None, kv_indices)

@@ -35,7 +35,7 @@ from sglang_dflash.runtime.state import DFlashBlock, DFlashState, to_host
 from sglang_dflash.runtime.verifier import Verified, Verifier
 from sglang_dflash.runtime.width import BestWidths, Widths
 from sglang_dflash.runtime.window import DraftWindow
-from sglang_dflash.server_args import draft_server_args, plans_on_host
+from sglang_dflash.server_args import draft_server_args, verify_backend
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,12 @@ class DFlashWorker:
         self.update_weights_from_ipc = lambda _: (True, "The target has them, the draft its own.")
         block_size = server_args.speculative_num_draft_tokens
         rows, allocator = target_worker.get_memory_pool()
-        window, self._plans_on_host = None, plans_on_host(server_args)
+        # FlashInfer plans a forward on the host, by the exact lengths.
+        self._drafts_by_host = server_args.speculative_draft_attention_backend == "flashinfer"
+        self._verifies_by_host = verify_backend(server_args) == "flashinfer"
+        window = None
         if (size := server_args.speculative_draft_window_size) is not None:
-            page_size, exact = server_args.page_size, self._plans_on_host
+            page_size, exact = server_args.page_size, self._drafts_by_host
             window = DraftWindow(rows, size, block_size, page_size, exact)
         draft_rows = window.rows if window else rows
         if self.model_runner.kv_cache_dtype != self.model_runner.dtype:
@@ -125,7 +128,7 @@ class DFlashWorker:
         if self._drafts_ahead and batch.return_hidden_states:
             # The draft's graph may write where the graph of a narrower verify left them.
             verified.output.hidden_states = verified.output.hidden_states.clone()
-        if self._plans_on_host:
+        if self._drafts_by_host:
             copied.synchronize()
             following = self._draft_next(batch, verified, packed[:, -1] + 1)
         else:
@@ -163,7 +166,7 @@ class DFlashWorker:
         block = self.drafter.propose(batch, anchors, lens, bound)
         best = self.best_widths
         narrower = width < self._block_size or (best and best.can_gain(len(anchors)))
-        if not (narrower or self._plans_on_host):
+        if not (narrower or self._verifies_by_host):
             self.verifier.plan(batch.req_pool_indices, block, lens, bound)
         return block
 

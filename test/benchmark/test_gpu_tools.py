@@ -23,17 +23,17 @@ def answer(ids: list[int], tops: list[list[list[Any]]] | None = None) -> dict[st
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/bash
-case "$*" in *{ends}*) echo "{said}"; exit {status} ;; esac
+case "$*" in *pytest*) echo "{said}"; exit {status} ;; esac
 exec {python} "$@"
 """
 
 
-def climb(folder: Path, *rungs: str, status: int, **variables: str) -> subprocess.CompletedProcess:
+def climb(
+    folder: Path, *rungs: str, status: int, said: str = "what it said", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A dry run where each command of a rung, which is pytest's here, ends with this status."""
     python = folder / "python"
-    python.write_text(
-        PYTHON.format(ends="pytest", said="what it said", status=status, python=sys.executable)
-    )
+    python.write_text(PYTHON.format(said=said, status=status, python=sys.executable))
     python.chmod(0o755)
     given = {"PYTHON": str(python), "OUT": str(folder / "out"), "DRY_RUN": "1", "COMMIT": "abc"}
     command = ["benchmark/gpu.sh", *rungs]
@@ -58,16 +58,44 @@ def test_a_rung_goes_on_where_it_stopped(tmp_path: Path):
     assert climb(tmp_path, "quantised", status=0).returncode == 0
     again = climb(tmp_path, "quantised", status=3)
     assert again.returncode == 0
-    assert "quantised: done before" in again.stdout
+    assert "quantised DRY_RUN: done before" in again.stdout
     other = climb(tmp_path, "quantised", status=0, COMMIT="def")
     assert (other.returncode, other.stdout) == (1, "")
     assert "holds results of abc, this is def" in other.stderr
 
 
+def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path):
+    """Nor does what another rung has left go."""
+    assert climb(tmp_path, "quantised", status=0).returncode == 0
+    assert climb(tmp_path, "tests", status=0, ONLY="one").returncode == 0
+    whole = climb(tmp_path, "tests", status=3)
+    assert (whole.returncode, "done before" in whole.stdout) == (1, False)
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as logs:
+        assert {"logs/quantised.log", "logs/tests.log"} <= {*logs.getnames()}
+
+
+@pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
+def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str):
+    assert climb(tmp_path, "quantised", status=0, COMMIT=commit).returncode == 0
+    again = climb(tmp_path, "quantised", status=0, COMMIT=commit)
+    assert again.returncode == 1
+    assert "give another OUT" in again.stderr
+
+
 def test_there_is_no_such_rung(tmp_path: Path):
-    done = climb(tmp_path, "kernel", status=0)
-    assert done.returncode == 2
+    """Nothing is run, of the rungs before it neither."""
+    done = climb(tmp_path, "quantised", "kernel", status=0)
+    assert (done.returncode, done.stdout) == (2, "")
     assert "No rung kernel" in done.stderr
+
+
+def test_tests_that_passed_are_not_run_again(tmp_path: Path):
+    """But for one that ended with an error behind that. None left is the end of the rung."""
+    lines = "[gw0] [ 9%] PASSED test/a.py::one[x-1]", "[gw1] [ 9%] PASSED test/a.py::two"
+    said = [*lines, "[gw1] [ 9%] ERROR test/a.py::two"]
+    assert climb(tmp_path, "tests", status=1, said="\n".join(said)).returncode == 1
+    assert (tmp_path / "out" / "passed").read_text() == "--deselect=test/a.py::one[x-1]\n"
+    assert climb(tmp_path, "tests", status=5).returncode == 0
 
 
 def test_equal_answers_do_not_part():

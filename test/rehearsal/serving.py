@@ -106,14 +106,6 @@ def recorded(run: InProcess) -> Drafts:
     return drafts
 
 
-# A prefill a request, each with a draft of its own behind it, and no wait of the target between.
-ONE_BY_ONE = {"speculative_draft_attention_backend": "flashinfer", "chunked_prefill_size": 20}
-
-
-def one_by_one(folder: Path) -> dict[str, Asked]:
-    return answer(folder, {str(n): Asked(prompt(960 + n, n), N) for n in (20, 12)})
-
-
 def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, Any]:
     """Requests that join so many steps apart and end when they end, by name."""
     drafts, reqs = forced(run), {}
@@ -135,6 +127,21 @@ def served(
         reqs = serve(run, asked, apart)
     assert_exact(reqs, asked)
     return reqs, drafts
+
+
+def two_drafts(folder: Path, **flags: Any) -> None:
+    """Two drafts, no verify between, of which FlashInfer plans the second; nothing looks at them.
+
+    The first prefill has a whole prompt and a part of one, so it drafts nothing. The second one
+    drafts, and then all are drafted anew.
+    """
+    lengths = enumerate((8, 20, 5, 6))
+    asked = answer(folder, {str(i): Asked(prompt(960 + i, n), N) for i, n in lengths})
+    flags |= {"chunked_prefill_size": 20, "cuda_graph_bs": [4]}
+    with engine(folder, "flashinfer", **flags) as run:
+        reqs = {name: run.add(one.ids, **one.options) for name, one in asked.items()}
+        run.run(*reqs.values())
+    assert_exact(reqs, asked)
 
 
 def assert_exact(reqs: dict[str, Any], asked: dict[str, Asked]) -> None:

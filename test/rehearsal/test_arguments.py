@@ -44,7 +44,6 @@ USUAL = {  # whatever the target is
     "speculative_num_draft_tokens": BLOCK,
     "max_running_requests": 48,
     "draft ahead": True,
-    "plans on the host": False,
     "dtype": torch.bfloat16,
     "quantisation": None,
     "MLA": False,
@@ -69,7 +68,7 @@ def settings(args: ServerArgs) -> dict[str, Any]:
         "target attention": args.get_attention_backends(),
         "draft attention": args.speculative_draft_attention_backend,
         "draft ahead": flags.draft_ahead(args),
-        "plans on the host": rules.plans_on_host(args),
+        "verify attention": rules.verify_backend(args),
         "dtype": config.dtype,
         "quantisation": config.quantization,
         "MLA": args.use_mla_backend(),
@@ -87,6 +86,7 @@ def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: 
     args = arguments(target, draft, **given)
     args.check_server_args()  # SGLang's own, after which it starts processes
     expected = USUAL | expected
+    expected.setdefault("verify attention", expected["target attention"][0])
     assert_same(settings(args), expected)
     config = args.get_model_config()
     # SGLang sets it by itself when it loads a checkpoint with KV in FP8.
@@ -150,21 +150,21 @@ def test_every_kind_is_judged():
 
 @of_kinds("dense")
 @pytest.mark.parametrize(
-    ("given", "prefill", "decode", "plans"),
+    ("given", "prefill", "decode"),
     [
-        ({"attention_backend": "fa3"}, "fa3", "fa3", False),
-        ({"attention_backend": "triton"}, "triton", "triton", False),
-        ({"attention_backend": "flashinfer"}, "flashinfer", "flashinfer", True),
-        ({"decode_attention_backend": "triton"}, "fa3", "triton", False),
-        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer", True),
-        ({"prefill_attention_backend": "flashinfer"}, "flashinfer", "fa3", True),
-        ({"prefill_attention_backend": "triton"}, "triton", "fa3", False),
+        ({"attention_backend": "fa3"}, "fa3", "fa3"),
+        ({"attention_backend": "triton"}, "triton", "triton"),
+        ({"attention_backend": "flashinfer"}, "flashinfer", "flashinfer"),
+        ({"decode_attention_backend": "triton"}, "fa3", "triton"),
+        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer"),
+        ({"prefill_attention_backend": "flashinfer"}, "flashinfer", "fa3"),
+        ({"prefill_attention_backend": "triton"}, "triton", "fa3"),
     ],
 )
-def test_explicit_backends(target, draft, given, prefill, decode, plans):
+def test_explicit_backends(target, draft, given, prefill, decode):
     """The backend of prefills verifies, the draft takes that of decode."""
     expected = {"target attention": (prefill, decode), "draft attention": decode}
-    check_arguments(target, draft, expected | {"plans on the host": plans}, **given)
+    check_arguments(target, draft, expected, **given)
 
 
 @of_kinds("dense")
@@ -173,7 +173,7 @@ def test_the_backend_that_verifies_can_be_that_of_decode(target, draft):
         "prefill_attention_backend": "flashinfer",
         "speculative_attention_mode": "decode",
     }
-    expected = {"target attention": ("flashinfer", "fa3"), "plans on the host": False}
+    expected = {"target attention": ("flashinfer", "fa3"), "verify attention": "fa3"}
     check_arguments(target, draft, expected, **given)
 
 
@@ -255,7 +255,6 @@ class Mutation:
 
 FLASHINFER = {"decode_attention_backend": "flashinfer"}
 MIXED = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
-MIXED |= {"plans on the host": True}
 ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
     "enable_flashinfer_allreduce_fusion": Mutation(
         "server_args:handle_dflash",
@@ -270,8 +269,12 @@ ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
     "draft ahead": Mutation(
         "flags:draft_ahead", 'server_args.device == "cuda"', 'server_args.device == "cpu"'
     ),
-    "plans on the host": Mutation(
-        "server_args:plans_on_host", "(draft, ", "(", given=FLASHINFER, expected=MIXED
+    "verify attention": Mutation(
+        "server_args:verify_backend",
+        "return prefill if",
+        "return decode if",
+        given=FLASHINFER,
+        expected=MIXED,
     ),
     "draft attention": Mutation(
         "server_args:_draft_backend",

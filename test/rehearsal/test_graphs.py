@@ -125,12 +125,13 @@ def test_gradients_are_seen(small, monkeypatch):
 
 
 def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether anything is captured with gradients enabled."""
+    """Whether anything that makes a tensor is captured with gradients enabled."""
     enabled, add = set(), Recording.add
 
-    def watched(recording: Recording, *args: Any) -> None:
-        enabled.add(torch.is_grad_enabled())
-        add(recording, *args)
+    def watched(recording: Recording, launch: Any, made: list[Any]) -> None:
+        if made:
+            enabled.add(torch.is_grad_enabled())
+        add(recording, launch, made)
 
     with monkeypatch.context() as patch:
         patch.setattr(Recording, "add", watched)

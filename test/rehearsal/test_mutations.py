@@ -16,6 +16,7 @@ from test.rehearsal.serving import (
     engine,
     served,
     small_draft,
+    two_drafts,
 )
 from test.worker.conftest import prompt
 
@@ -67,11 +68,10 @@ def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
         served(small, asked, "flashinfer")
 
 
-def test_memory_that_a_plan_is_copied_from(small, asked, monkeypatch):
-    """A verify is planned ahead, and anew once a request has ended."""
-    mutate(monkeypatch, WORKER + "_draft_next", "or self._plans_on_host", "")
+def test_memory_that_a_plan_is_copied_from(small, monkeypatch):
+    mutate(monkeypatch, "runtime.flashinfer:Plans.__call__", "not self._copied.query()", "False")
     with pytest.raises(DeviceError, match="pinned memory changed"):
-        served(small, asked, "flashinfer")
+        two_drafts(small)
 
 
 @pytest.mark.parametrize("mutation", CONTEXT, ids=lambda mutation: mutation[2])

@@ -8,15 +8,15 @@ from sglang_dflash.flags import DRAFT_AHEAD
 from test.checkpoints import write_draft
 from test.rehearsal.serving import (
     GRAMMAR,
-    ONE_BY_ONE,
     Asked,
     N,
     all_kinds,
     answer,
     assert_drafts,
-    one_by_one,
+    engine,
     served,
     small_draft,
+    two_drafts,
 )
 from test.worker.conftest import prompt
 
@@ -72,11 +72,17 @@ def test_the_context_ends_inside_a_block(small):
     served(small, asked, "fa3", page_size=16, context_length=96)
 
 
-def test_drafts_of_prefill_after_prefill(small):
-    """The second is planned by FlashInfer before the host has waited for the first one's tokens."""
-    asked = one_by_one(small)
-    reqs, drafts = served(small, asked, "fa3", apart=0, **ONE_BY_ONE)
-    assert_drafts(small, reqs, drafts)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_two_drafts_without_a_verify_between(small, graphs):
+    """FlashInfer plans the second when the device may not have come to the first."""
+    two_drafts(small, disable_cuda_graph=not graphs)
+
+
+def test_prefills_are_planned_by_the_device(small):
+    """SGLang computes with these lengths there, where the target has windows."""
+    with engine(small, "flashinfer", cuda_graph_bs=[1]) as run:
+        run.generate(prompt(958, 9), max_new_tokens=12, ignore_eos=True)
+        assert run.worker.model_runner.attn_backend.indices_updater_prefill.kv_last_page_len.is_cuda
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("fa3", "triton"), ("flashinfer", "fa3")])
