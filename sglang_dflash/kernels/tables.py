@@ -23,7 +23,7 @@ def fill_tables(
 
     table: [R, C] int32, slots of positions a row; rows: [B] int64, seq_lens: [B] int32 or int64,
     both contiguous; width: of the block; lens: [B] int32, filled; pages: [B, P] int32, filled as
-    far as a request's tokens reach, which is at most P * page_size.
+    far as a request's tokens reach, but for what lies behind P * page_size.
     """
     assert table.stride(1) == pages.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))
@@ -35,6 +35,7 @@ def fill_tables(
         pages,
         table.stride(0),
         pages.stride(0),
+        pages.shape[1],
         width,
         page_size=page_size,
         columns=COLUMNS,
@@ -51,6 +52,7 @@ def _fill_tables(  # type: ignore[no-untyped-def]
     pages,  # [B, P] int32
     stride,  # of a row of the table
     pages_stride,  # of a row of the pages
+    most,  # P
     width,
     page_size: tl.constexpr,
     columns: tl.constexpr,
@@ -60,9 +62,10 @@ def _fill_tables(  # type: ignore[no-untyped-def]
     slots = table + tl.load(rows + request) * stride
     pages += request * pages_stride
     begin, step = tl.program_id(1) * columns, tl.num_programs(1) * columns
-    for start in range(begin, tl.cdiv(length, page_size), step):
+    held = tl.minimum(tl.cdiv(length, page_size), most)
+    for start in range(begin, held, step):
         column = start + tl.arange(0, columns)
-        real = column * page_size < length
+        real = column < held
         tl.store(pages + column, tl.load(slots + column * page_size, real, 0) // page_size, real)
     if tl.program_id(1) == 0:
         tl.store(lens + request, length.to(tl.int32))

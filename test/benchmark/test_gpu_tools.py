@@ -61,7 +61,7 @@ def test_a_rung_goes_on_where_it_stopped(tmp_path: Path):
     assert "quantised DRY_RUN: done before" in again.stdout
     other = climb(tmp_path, "quantised", status=0, COMMIT="def")
     assert (other.returncode, other.stdout) == (1, "")
-    assert "holds results of abc, this is def" in other.stderr
+    assert "holds results of commit abc, this is def" in other.stderr
 
 
 def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path):
