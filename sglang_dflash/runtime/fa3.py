@@ -49,9 +49,9 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
 
 def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`, which asks neither of its two."""
-    backend._select_backend(forward_batch.forward_mode).init_forward_metadata_in_graph(
-        forward_batch
-    )
+    if _serves_dflash():
+        chosen = backend._select_backend(forward_batch.forward_mode)
+        chosen.init_forward_metadata_in_graph(forward_batch)
 
 
 def scheduled(original: Any, *args: Any, **given: Any) -> Any:
@@ -94,5 +94,8 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
 
 def _serves_blocks(backend: Any) -> bool:
     """Whether a backend verifies chains of DFLASH over one KV pool."""
-    dflash = get_global_server_args().speculative_algorithm == "DFLASH"
-    return dflash and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
+    return _serves_dflash() and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
+
+
+def _serves_dflash() -> bool:
+    return get_global_server_args().speculative_algorithm == "DFLASH"

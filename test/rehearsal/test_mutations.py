@@ -68,6 +68,13 @@ def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
         served(small, asked, "flashinfer")
 
 
+def test_a_backend_that_is_not_told_that_a_graph_begins(small, monkeypatch):
+    mutate(monkeypatch, "runtime.fa3:begin_in_either", "if _serves_dflash():", "if False:")
+    asked = answer(small, {"one": Asked(prompt(957, 20), N)})
+    with pytest.raises(WRONG):
+        served(small, asked, "fa3", decode_attention_backend="triton")
+
+
 def test_memory_that_a_plan_is_copied_from(small, monkeypatch):
     mutate(monkeypatch, "runtime.flashinfer:Plans.__call__", "not self._copied.query()", "False")
     with pytest.raises(DeviceError, match="pinned memory changed"):

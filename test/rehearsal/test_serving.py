@@ -53,10 +53,11 @@ def seeded(small):
     return answer(small, asked, **SEEDED)
 
 
+@pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_seeded_draws(small, seeded, backend):
+def test_seeded_draws(small, seeded, backend, page):
     """The deterministic kernels of SGLang, and a draw by the seed of each request."""
-    served(small, seeded, backend, **SEEDED)
+    served(small, seeded, backend, page_size=page, **SEEDED)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
