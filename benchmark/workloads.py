@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.tiny import data
+from sglang_dflash.tiny.prompts import KINDS, final_answer, held_out
 
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PROGRAM = (
@@ -59,15 +59,18 @@ def bundled(kind: str, count: int, seed: int) -> list[Prompt]:
     judge = judges.get(kind)
     return [
         Prompt(kind, e.prompt, kind != "code", judge(e.check) if judge else None)
-        for e in data.held_out(kind, count, seed)
+        for e in held_out(kind, count, seed)
     ]
 
 
 def load(source: str, count: int, seed: int) -> tuple[str, list[Prompt]]:
     """Name and prompts of "word", "json", "code", a public set's name, or NAME=FILE.jsonl."""
     name, _, file = source.partition("=")
-    if not file and name in ("word", "json", "code"):
-        return name, bundled(name, count, seed)
+    if not file and name in KINDS:
+        try:
+            return name, bundled(name, count, seed)
+        except ValueError as error:  # more than there are
+            raise SystemExit(str(error)) from None
     if file:
         lines = Path(file).read_text().splitlines()
         return name, [_prompt(name, json.loads(line)) for line in lines if line.strip()][:count]
@@ -113,7 +116,7 @@ def _final(text: str) -> str:
 
 
 def _says_number(number: int) -> Callable[[str], bool]:
-    return lambda text: data.final_answer(text) == number
+    return lambda text: final_answer(text) == number
 
 
 def _is_record(record: dict[str, Any]) -> Callable[[str], bool]:

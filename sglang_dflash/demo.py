@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_dflash.launch import Server, ServerFailed
-from sglang_dflash.tiny import DRAFT, TARGET, data
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import held_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ NEAR_TIE = 0.05  # nats between the two most likely tokens
 
 @dataclass
 class Run:
-    """What one server said to all prompts."""
+    """The answers of one server to all prompts."""
 
     texts: list[str]
     tokens: int
@@ -47,7 +48,7 @@ class Run:
 
 def prompts() -> list[str]:
     """Held-out chat prompts: 6 word problems, 2 records."""
-    examples = data.held_out("word", PROMPTS - 2, seed=1) + data.held_out("json", 2, seed=1)
+    examples = held_out("word", PROMPTS - 2, seed=1) + held_out("json", 2, seed=1)
     return [example.prompt for example in examples]
 
 

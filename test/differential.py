@@ -24,9 +24,9 @@ from typing import Any
 import requests
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-from sglang_dflash.tiny import data
 from test.plugins import distribution
 from test.server.conftest import Client, chat, running
+from training import data
 
 SERVER_FLAGS = [
     "--enable-deterministic-inference",

@@ -1,4 +1,4 @@
-"""The bundled pair: a Qwen3-shaped target and its DFlash draft, with the recipe that made them."""
+"""The bundled pair: a Qwen3-shaped target, its DFlash draft, and prompts that neither has seen."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ import requests
 
 from benchmark import step_cost
 from benchmark.sides import make_side, serving
-from sglang_dflash.tiny import data
+from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import chat
 
 SMALL = ["--threads", "1", "--max-total-tokens", "8192"]
@@ -92,7 +92,7 @@ def test_an_interrupted_sweep_keeps_its_points_and_leaves_no_server(tmp_path: Pa
 def test_the_builtin_answers_as_the_target_does(page_size: int, tp: int) -> None:
     args = step_cost.parse([*SMALL, "--page-size", str(page_size), "--tp", str(tp)])
     sides = [make_side("none", args), make_side("builtin", args)]
-    prompts = [chat(example.prompt) for example in data.held_out("word", 8, seed=2)]
+    prompts = [chat(example.prompt) for example in held_out("word", 8, seed=2)]
     with serving(sides) as servers:
         said = {}
         for name, server in servers.items():

@@ -19,6 +19,7 @@ from benchmark.step_cost import split, tokens_of
 from benchmark.sweep import Results, acceptance
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, misfits
+from sglang_dflash.tiny.prompts import held_out
 
 floats = st.lists(st.floats(0, 1e6), min_size=1, max_size=30)
 
@@ -62,13 +63,18 @@ def test_a_request_ends_with_a_whole_step() -> None:
 def test_bundled_prompts_know_their_answers(kind: str) -> None:
     name, prompts = workloads.load(kind, 3, seed=1)
     assert (name, len(prompts)) == (kind, 3)
-    for prompt, example in zip(prompts, workloads.data.held_out(kind, 3, 1), strict=True):
+    for prompt, example in zip(prompts, held_out(kind, 3, 1), strict=True):
         if kind == "code":
             assert prompt.is_right is None
             assert not prompt.chat
         else:
             assert prompt.is_right(example.answer)
             assert not prompt.is_right(example.answer[:-4])
+
+
+def test_more_bundled_prompts_than_there_are_end_the_run() -> None:
+    with pytest.raises(SystemExit, match="1000 held-out prompts of kind word: there are 256"):
+        workloads.load("word", 1000, seed=1)
 
 
 def test_jsonl_in_a_public_sets_fields(tmp_path: Path) -> None:

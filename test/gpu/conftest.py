@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny import DRAFT, TARGET, data
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
 
 # A dry run on a CPU shows that a test itself works: in fp32, with the one backend there is.
@@ -28,7 +29,7 @@ CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 def prompts(count: int) -> list[list[int]]:
     """Held-out word problems as chat prompts."""
-    examples = data.held_out("word", count, seed=4)
+    examples = held_out("word", count, seed=4)
     return [TOKENIZER.encode(CHAT.format(example.prompt)) for example in examples]
 
 

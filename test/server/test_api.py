@@ -14,11 +14,13 @@ from openai import BadRequestError, OpenAI
 from scipy.stats import chisquare
 from tokenizers import Tokenizer
 
-from sglang_dflash.tiny import TARGET, data
+from sglang_dflash.tiny import TARGET
+from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import FULL, Client, chat, running
 
 TOKENIZER = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-WORD = data.held_out("word", 4, seed=9)
+WORD = held_out("word", 4, seed=9)
+CODE = held_out("code", 2, seed=9)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_several_answers(server, openai):
 
 
 def test_echo(server, openai):
-    prompt = data.code_prompts()[0].prompt
+    prompt = CODE[0].prompt
     answer = openai.completions.create(
         model="default", prompt=prompt, echo=True, temperature=0, max_tokens=8, logprobs=1
     ).choices[0]
@@ -143,7 +145,7 @@ def test_session(server, reference):
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(server, reference, mode):
     """pause_generation in mid-answer changes nothing of the answer."""
-    prompt = data.code_prompts()[3].prompt
+    prompt = CODE[1].prompt
     expected = reference.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
     found: list[list[int]] = []
     thread = threading.Thread(

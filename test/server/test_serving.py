@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from sglang_dflash.tiny import TARGET, data
+from sglang_dflash.tiny import TARGET
+from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import FULL, Client, chat, running
 
 CONFIGURATIONS = {
@@ -41,7 +42,7 @@ def server(request) -> Iterator[tuple[str, Client]]:
 def mixed_prompts() -> list[str]:
     """32 prompts from a few to some hundred tokens."""
     rng = random.Random(11)
-    kinds = {kind: data.held_out(kind, 12, seed=5) for kind in ("word", "json", "code")}
+    kinds = {kind: held_out(kind, 12, seed=5) for kind in ("word", "json", "code")}
     prompts = [chat(e.prompt) for e in kinds["word"] + kinds["json"]]
     prompts += [e.prompt[: rng.randint(10, 400)] for e in kinds["code"]]
     rng.shuffle(prompts)

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sglang_dflash.checkpoint import load
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
-from sglang_dflash.flags import VERIFY_WIDTH
-from sglang_dflash.tiny import DRAFT, TARGET, data
-from sglang_dflash.tiny.train import _documents, chat_ids
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import KINDS, Example, final_answer, held_out, pool
 from test.inprocess import InProcess
-from test.worker.conftest import verify_parts
+from training import data
+from training.rows import documents
+from training.tokenizer import CHAT_TEMPLATE, chat_ids
 
 REPO = Path(__file__).parents[2]
 WEIGHTS = (TARGET / "model.safetensors", DRAFT / "model.safetensors")
@@ -39,7 +40,7 @@ def test_weights_are_small_and_bf16():
 def test_draft_is_zlab_and_fits_the_target():
     draft, tensors = load(DRAFT)
     config = AutoConfig.from_pretrained(TARGET)
-    assert (draft.format, draft.block_size, draft.variable_block_size) == ("zlab", 16, True)
+    assert (draft.format, draft.block_size) == ("zlab", 16)
     assert config.head_dim == draft.head_dim == 128  # prebuilt GPU kernels serve it
     target = Target(str(TARGET), config.num_hidden_layers, config.hidden_size, config.vocab_size)
     assert misfits(draft, target) == []
@@ -50,7 +51,8 @@ def test_a_wheel_holds_the_pair(tmp_path):
     """What `pip install` of a wheel brings, byte for byte."""
     source = tmp_path / "source"
     without_caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPO / "sglang_dflash", source / "sglang_dflash", ignore=without_caches)
+    for folder in ("sglang_dflash", "training"):
+        shutil.copytree(REPO / folder, source / folder, ignore=without_caches)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     build = "import setuptools.build_meta, sys; setuptools.build_meta.build_wheel(sys.argv[1])"
@@ -61,23 +63,31 @@ def test_a_wheel_holds_the_pair(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}
     tiny = TARGET.parent
-    for file in [*TARGET.iterdir(), *DRAFT.iterdir(), tiny / "chat_template.jinja"]:
+    beside = ("__init__.py", "README.md", "prompts.py", "prompts.jsonl")
+    files = [*TARGET.iterdir(), *DRAFT.iterdir(), *(tiny / name for name in beside)]
+    shipped = {name for name in held if name.startswith("sglang_dflash/tiny/")}
+    assert shipped == {f"sglang_dflash/tiny/{file.relative_to(tiny)}" for file in files}
+    for file in files:
         assert held[f"sglang_dflash/tiny/{file.relative_to(tiny)}"] == file.read_bytes()
     assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
         file.name for file in TARGET.iterdir()
     }
-    assert "sglang_dflash/tiny/README.md" in held
+    assert {Path(name).parts[0].partition("-")[0] for name in held} == {"sglang_dflash"}
+
+
+def test_the_target_has_the_recipes_chat_template():
+    assert (TARGET / "chat_template.jinja").read_text() == CHAT_TEMPLATE.read_text()
 
 
 def test_training_sees_no_held_out_prompt():
     """Questions of the documents that training draws, against the prompts kept for evaluation."""
-    documents = itertools.islice(_documents(TOKENIZER, seed=0), 600)
-    text = "".join(TOKENIZER.decode(ids) for ids, _ in documents)
+    drawn = itertools.islice(documents(TOKENIZER, seed=0), 600)
+    text = "".join(TOKENIZER.decode(ids) for ids, _ in drawn)
     asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
     assert len(asked) > 100
     assert not any(data.is_held_out(prompt) for prompt in asked)
     for kind in ("word", "json"):
-        prompts = [example.prompt for example in data.held_out(kind, 200)]
+        prompts = [example.prompt for example in pool(kind)]
         assert all(data.is_held_out(prompt) for prompt in prompts)
         assert not set(prompts) & set(asked)
 
@@ -85,9 +95,21 @@ def test_training_sees_no_held_out_prompt():
 def test_held_out_code_is_not_trained_on():
     """Neither the prompt nor the block that it opens stands anywhere in training's source."""
     trained = "\0".join(data.functions(held_out=False))
-    examples = data.held_out("code", 200)
+    examples = pool("code")
     assert len(examples) > 100
     assert not [e for e in examples if e.prompt in trained]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_names_an_order(kind):
+    """Seed 1 is the file's order; another seed is another order of the same prompts."""
+    everything = pool(kind)
+    assert len({example.prompt for example in everything}) == len(everything)
+    assert held_out(kind, 5, seed=1) == list(everything[:5])
+    assert held_out(kind, 5, seed=2) == held_out(kind, 9, seed=2)[:5]
+    assert held_out(kind, 5, seed=2) != held_out(kind, 5, seed=3)
+    with pytest.raises(ValueError, match=f"there are {len(everything)}"):
+        held_out(kind, len(everything) + 1)
 
 
 GOALS = {"word": 5.0, "json": 4.0, "code": 2.0}
@@ -101,14 +123,14 @@ def served():
     ) as engine:
         found = {}
         for kind in GOALS:
-            examples = data.held_out(kind, COUNT, seed=3)
+            examples = held_out(kind, COUNT, seed=3)
             reqs = [engine.add(_ids(example), max_new_tokens=128) for example in examples]
             engine.run(*reqs)
             found[kind] = list(zip(examples, reqs, strict=True))
     return found
 
 
-def _ids(example: data.Example) -> list[int]:
+def _ids(example: Example) -> list[int]:
     if example.kind == "code":
         return TOKENIZER.encode(example.prompt)
     return chat_ids(TOKENIZER, example.prompt)
@@ -121,33 +143,10 @@ def test_accept_length(served, kind):
     assert (accepted + steps) / steps >= GOALS[kind]
 
 
-@pytest.mark.parametrize("kind", ["word", "code"])
-def test_short_blocks_lose_nothing(kind, monkeypatch):
-    """What `variable_block_size` says: a block of 4 accepts what the first 4 of a whole one do.
-
-    Before the draft was trained for it that was 0.88 of it on word problems, 0.80 on code.
-    """
-    monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    reached = []
-    with InProcess(
-        str(TARGET), str(DRAFT), max_total_tokens=8192, max_running_requests=COUNT
-    ) as engine:
-        for size in (4, 16):
-            engine.worker.best_widths.to_draft = lambda block, _, size=size: block.first(size)
-            verify_parts(engine, lambda block: block.first(4))
-            examples = data.held_out(kind, COUNT, seed=3)
-            reqs = [engine.add(_ids(example), max_new_tokens=128) for example in examples]
-            engine.run(*reqs)
-            reached.append(
-                sum(len(r.output_ids) for r in reqs) / sum(r.spec_verify_ct for r in reqs)
-            )
-    assert reached[0] > 0.95 * reached[1]
-
-
 def test_word_problems_are_solved(served):
     """90 % on many; on these few, two may be wrong. Every answer ends by the target's own EOS."""
     said = [(TOKENIZER.decode(req.output_ids), example) for example, req in served["word"]]
-    right = [data.final_answer(text) == example.check for text, example in said]
+    right = [final_answer(text) == example.check for text, example in said]
     assert sum(right) >= COUNT - 2, [text for text, _ in said]
     ends = [req.finished_reason.to_json() for _, req in served["word"]]
     assert ends == [{"type": "stop", "matched": TOKENIZER.eos_token_id}] * COUNT

@@ -1,19 +1,22 @@
-"""The recipe of the bundled draft: what a block sees, and what a draft's loss counts."""
+"""The recipe of the pair: what a block sees, what a draft's loss counts, what is exported."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_dflash.tiny.draft_model import Draft
-from sglang_dflash.tiny.train import DRAFT, VOCAB, _position_weights
+from sglang_dflash.tiny.prompts import PROMPTS
+from training.draft import position_weights
+from training.draft_model import Draft
+from training.export import write_prompts
+from training.shapes import DRAFT_CONFIG, VOCAB
 
 
-@pytest.mark.parametrize("size", [DRAFT["block_size"], 3])
+@pytest.mark.parametrize("size", [DRAFT_CONFIG["block_size"], 3])
 def test_a_block_sees_the_context_before_its_anchor_and_itself(size):
     """Blocks of one forward equal blocks alone, whatever stands at and behind their anchors."""
     torch.manual_seed(0)
-    draft, hidden = Draft(DRAFT), DRAFT["hidden_size"]
+    draft, hidden = Draft(DRAFT_CONFIG), DRAFT_CONFIG["hidden_size"]
     embed = torch.nn.Embedding(VOCAB, hidden)
     features = torch.randn(2, 40, draft.fc.in_features)
     ids, anchors = torch.randint(4, VOCAB, (2, 40)), torch.tensor([[5, 20, 33], [1, 2, 39]])
@@ -38,10 +41,23 @@ def test_half_of_the_loss_is_what_drafts_are_worth():
     torch.manual_seed(0)
     loss = (3 * torch.rand(2, 3, 15)).requires_grad_()
     valid = (torch.arange(15) < torch.tensor([15, 8, 1])[:, None]).float().expand(2, 3, 15)
-    weights = _position_weights(loss.detach(), valid)
+    weights = position_weights(loss.detach(), valid)
     steps = 1 / (1 + ((-loss).exp() * valid).cumprod(-1).sum(-1))
     (worth,) = torch.autograd.grad(steps.sum(), loss)
     decaying = torch.exp(-torch.arange(15) / 7.0) * valid
     expected = (worth / worth.sum() + decaying / decaying.sum()) / 2
     torch.testing.assert_close(weights, expected)
     assert not weights[:, 1, 8:].any()
+
+
+def test_the_recipe_writes_the_prompts_that_are_shipped(tmp_path):
+    """Code is left out: it is the standard library of the Python that writes."""
+
+    def generated(file):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if not line.startswith('{"kind": "code"')]
+
+    written = tmp_path / "prompts.jsonl"
+    write_prompts(written)
+    assert len(generated(written)) == 512
+    assert generated(written) == generated(PROMPTS)

@@ -37,12 +37,12 @@ from sglang.test.kits.spec_server_kits import (
 )
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from sglang_dflash.tiny import data
+from sglang_dflash.tiny.prompts import Example, final_answer, held_out
 from test.server.conftest import chat
 from test.server.kits.conftest import Kit
 
-WORD = data.held_out("word", 8, seed=31)
-RECORD = data.held_out("json", 1, seed=31)[0]
+WORD = held_out("word", 8, seed=31)
+RECORD = held_out("json", 1, seed=31)[0]
 PERSON = chat(
     "Write a JSON record with the fields name, age, city. "
     "Rita Berg is 54 years old, lives in Rome and likes chess and hiking."
@@ -62,9 +62,9 @@ class TestAPIContract(BasicAPIContractMixin, Kit):
 class TestDecodeCorrectness(BasicDecodeCorrectnessMixin, Kit):
     sanity_max_new_tokens_long = 160
 
-    def solve(self, example: data.Example) -> None:
+    def solve(self, example: Example) -> None:
         text = self._decode_generate(chat(example.prompt), self.sanity_max_new_tokens_long)
-        assert data.final_answer(text) == example.check
+        assert final_answer(text) == example.check
 
     def test_capital_france(self) -> None:
         """World knowledge: a held-out word problem is solved instead."""
@@ -97,7 +97,7 @@ class TestSchedulerStress(BasicSchedulerStressMixin, Kit):
         assert lines.pop() == "data: [DONE]"
         texts = [json.loads(line.removeprefix("data:"))["text"] for line in lines]
         assert all(b.startswith(a) for a, b in pairwise(texts))
-        assert data.final_answer(texts[-1]) == WORD[0].check
+        assert final_answer(texts[-1]) == WORD[0].check
 
     def test_concurrent_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """World knowledge: eight held-out word problems are asked at once instead."""

@@ -12,10 +12,11 @@ import random
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from sglang_dflash.tiny.prompts import Example
 
 NAMES = (
     "Ada Ben Cleo Dan Eva Finn Gina Hugo Iris Jack Kira Leo Mia Noah Olga Paul Rita Sam Tara Umar "
@@ -26,16 +27,6 @@ BOXES = ["boxes", "bags", "baskets", "jars", "trays"]
 CITIES = "Oslo Lima Rome Cairo Delhi Paris Quito Seoul Tokyo Accra Perth Dublin".split()
 COLOURS = ["red", "blue", "green", "black", "white", "silver"]
 SURNAMES = "Lopez Stone Berg Okoye Tanaka Weber Rossi Novak Silva Haddad Moore Lind".split()
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt with the answer that the target is taught."""
-
-    kind: str  # "word", "json" or "code"
-    prompt: str  # user message ("word", "json") or raw text to continue ("code")
-    answer: str
-    check: Any = None  # "word": the number, int; "json": the record, dict
 
 
 def is_held_out(text: str) -> bool:
@@ -54,45 +45,41 @@ def _collection(rng: random.Random) -> tuple[str, str, int]:
     question = [f"{name} has {have} {item}."]
     work = [f"{name} starts with {have} {item}."]
     for _ in range(rng.randint(2, 3)):
-        moves = ["buys", "gets"]
-        if have > 6:
-            moves += ["loses", "gives"]
-        if have <= 25:
-            moves.append("times")
-        move = rng.choice(moves)
-        n = rng.randint(2, 30)
-        if move == "buys":
-            question.append(f"Then {name} buys {n} more {item}.")
-            work.append(f"After buying {n} more, {name} has {have} + {n} = {have + n} {item}.")
-            have += n
-        elif move == "gets":
-            question.append(f"{friend} gives {name} {n} {item}.")
-            work.append(
-                f"After {friend} gives {n} {item}, {name} has {have} + {n} = {have + n} {item}."
-            )
-            have += n
-        elif move == "loses":
-            n = rng.randint(2, have - 2)
-            question.append(f"Then {name} loses {n} {item}.")
-            work.append(f"After losing {n}, {name} has {have} - {n} = {have - n} {item}.")
-            have -= n
-        elif move == "gives":
-            n = rng.randint(2, have - 2)
-            question.append(f"{name} gives {n} {item} to {friend}.")
-            work.append(
-                f"After giving {n} {item} to {friend}, {name} has {have} - {n} = {have - n} {item}."
-            )
-            have -= n
-        else:
-            n = rng.randint(2, 4)
-            word = {2: "doubles", 3: "triples", 4: "quadruples"}[n]
-            question.append(f"Then {name} {word} the number of {item}.")
-            work.append(
-                f"After {name} {word} the number, {name} has {have} * {n} = {have * n} {item}."
-            )
-            have *= n
+        asked, worked, have = _move(rng, name, friend, item, have)
+        question.append(asked)
+        work.append(worked)
     question.append(f"How many {item} does {name} have now?")
     return " ".join(question), " ".join(work), have
+
+
+def _move(rng: random.Random, name: str, friend: str, item: str, have: int) -> tuple[str, str, int]:
+    """What happens to a collection, its working, and how many there are then."""
+    moves = ["buys", "gets"]
+    if have > 6:
+        moves += ["loses", "gives"]
+    if have <= 25:
+        moves.append("times")
+    move = rng.choice(moves)
+    n = rng.randint(2, 30)
+    if move in ("buys", "gets"):
+        if move == "buys":
+            asked, after = f"Then {name} buys {n} more {item}.", f"After buying {n} more"
+        else:
+            asked = f"{friend} gives {name} {n} {item}."
+            after = f"After {friend} gives {n} {item}"
+        return asked, f"{after}, {name} has {have} + {n} = {have + n} {item}.", have + n
+    if move in ("loses", "gives"):
+        n = rng.randint(2, have - 2)
+        if move == "loses":
+            asked, after = f"Then {name} loses {n} {item}.", f"After losing {n}"
+        else:
+            asked = f"{name} gives {n} {item} to {friend}."
+            after = f"After giving {n} {item} to {friend}"
+        return asked, f"{after}, {name} has {have} - {n} = {have - n} {item}.", have - n
+    n = rng.randint(2, 4)
+    word = {2: "doubles", 3: "triples", 4: "quadruples"}[n]
+    asked, after = f"Then {name} {word} the number of {item}.", f"After {name} {word} the number"
+    return asked, f"{after}, {name} has {have} * {n} = {have * n} {item}.", have * n
 
 
 def _shopping(rng: random.Random) -> tuple[str, str, int]:
@@ -198,13 +185,6 @@ def word_problem(rng: random.Random) -> Example:
     return Example("word", question, f"{work} The answer is {answer}.", answer)
 
 
-def final_answer(text: str) -> int | None:
-    """The number after the last "The answer is", or None."""
-    _, found, tail = text.rpartition("The answer is ")
-    number = tail.split(".")[0].strip()
-    return int(number) if found and number.isdigit() else None
-
-
 # ---------------------------------------------------------------------------------------------
 # JSON records: a schema, the facts in prose, the record
 
@@ -252,24 +232,6 @@ RECORDS: tuple[Callable[[random.Random], tuple[dict[str, Any], str]], ...] = (
     _trip,
     _order,
 )
-
-
-def schema_of(value: Any) -> dict[str, Any]:
-    """JSON schema of a record: every key required, no other key allowed."""
-    if isinstance(value, bool):
-        return {"type": "boolean"}
-    if isinstance(value, int):
-        return {"type": "integer"}
-    if isinstance(value, str):
-        return {"type": "string"}
-    if isinstance(value, list):
-        return {"type": "array", "items": schema_of(value[0])}
-    return {
-        "type": "object",
-        "properties": {key: schema_of(item) for key, item in value.items()},
-        "required": list(value),
-        "additionalProperties": False,
-    }
 
 
 def json_record(rng: random.Random) -> Example:
@@ -326,8 +288,8 @@ def code_prompts() -> list[Example]:
 # ---------------------------------------------------------------------------------------------
 
 
-def held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
-    """`count` held-out examples of a kind ("word", "json" or "code"), the same for a seed."""
+def draw_held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
+    """`count` held-out examples of a kind, the same for a seed; of code, at most what there is."""
     rng = random.Random(f"{kind}-{seed}")
     if kind == "code":
         prompts = code_prompts()

@@ -1,0 +1,55 @@
+"""Held-out prompts of the bundled pair: no text that trained it holds one of them.
+
+`prompts.jsonl` has one JSON object a line, with the fields of `Example`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
+KINDS = ("word", "json", "code")
+IN_ORDER = 1  # the seed that takes the prompts in the order of the file
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with the answer that the target is taught."""
+
+    kind: str  # one of KINDS
+    prompt: str  # user message ("word", "json") or raw text to continue ("code")
+    answer: str  # "code" of the file: empty, nothing judges it
+    check: Any = None  # "word": the number, int; "json": the record, dict
+
+
+@cache
+def pool(kind: str) -> tuple[Example, ...]:
+    """All held-out prompts of a kind, in the order of the file."""
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    examples = [Example(**json.loads(line)) for line in lines]
+    return tuple(example for example in examples if example.kind == kind)
+
+
+def held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
+    """`count` held-out prompts of a kind; a seed names an order, of which these are the first.
+
+    Published results are of seed 1, the order of the file.
+    """
+    examples = list(pool(kind))
+    if count > len(examples):
+        raise ValueError(f"{count} held-out prompts of kind {kind}: there are {len(examples)}.")
+    if seed != IN_ORDER:
+        random.Random(f"{kind}-{seed}").shuffle(examples)
+    return examples[:count]
+
+
+def final_answer(text: str) -> int | None:
+    """The number after the last "The answer is", or None."""
+    _, found, tail = text.rpartition("The answer is ")
+    number = tail.split(".")[0].strip()
+    return int(number) if found and number.isdigit() else None

@@ -1,0 +1,151 @@
+"""Stage draft: train it on the target's own answers.
+
+Recipe of the DFlash paper (random anchors, masked blocks, a loss that decays along the block), with
+half of the loss by what a draft is worth and half of the steps in shorter blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import Qwen3ForCausalLM
+
+from training.draft_model import Draft
+from training.run import Run
+from training.shapes import DRAFT_CONFIG, IM_START
+from training.target import features_of, load_target
+
+LEARNING_RATE = 3e-3
+CODE_SHARE = 0.65  # of a step's answers
+WHOLE = DRAFT_CONFIG["block_size"]
+WHOLE_BLOCKS = 0.5  # of the steps; the others have blocks of these sizes:
+SHORTER_BLOCKS = (2, 3, 4, 6, 8, 12)
+SHORTEST_ANSWER = 5  # tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt with the target's answer behind it, and what the target thought of both."""
+
+    ids: Tensor  # [S] int64
+    features: Tensor  # [S, K*H] bfloat16
+    first: int  # position where the answer begins
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.ids[0] == IM_START)
+
+
+def train_draft(
+    work: Path, steps: int, device: str, compiled: bool, anchors: int = 18, batch: int = 32
+) -> None:
+    """Read the target and answers.jsonl of `work`, write work/draft."""
+    torch.manual_seed(1)
+    target = load_target(work, device)
+    head = target.lm_head.weight.float()
+    embed = torch.nn.Embedding.from_pretrained(head)
+    draft = Draft(DRAFT_CONFIG).to(device)
+    run = Run(draft, LEARNING_RATE, steps, work / "draft.pt")
+    answers = _read_answers(work / "answers.jsonl", target)
+    chats = [answer for answer in answers if answer.is_chat]
+    codes = [answer for answer in answers if not answer.is_chat]
+    of_code = int(CODE_SHARE * batch)
+    rng = random.Random(2 + run.done)
+    loss_of_whole = torch.compile(_loss, dynamic=True) if compiled else _loss
+    for bar in run.steps_left("draft"):
+        size = WHOLE if rng.random() < WHOLE_BLOCKS else rng.choice(SHORTER_BLOCKS)
+        drawn = rng.sample(codes, of_code) + rng.sample(chats, batch - of_code)
+        batched = _batched(drawn, anchors, rng, device)
+        loss_of = loss_of_whole if size == WHOLE else _loss
+        loss, accepted = loss_of(draft, head, embed, *batched, size)
+        run.step(loss)
+        bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
+    _save(draft, work / "draft")
+
+
+@torch.no_grad()
+def _read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[Answer]:
+    """The answers of a file, shortest first, each with the target's features, made once."""
+    rows = [json.loads(line) for line in path.open()]
+    rows = [row for row in rows if len(row["answer"]) >= SHORTEST_ANSWER]
+    rows.sort(key=lambda row: len(row["prompt"]) + len(row["answer"]))
+    found = []
+    for start in tqdm(range(0, len(rows), batch), desc="features", mininterval=10):
+        here = rows[start : start + batch]
+        tokens = [torch.tensor(row["prompt"] + row["answer"]) for row in here]
+        features = features_of(target, pad_sequence(tokens, batch_first=True).to(target.device))
+        for ids, feature, row in zip(tokens, features, here, strict=True):
+            found.append(Answer(ids, feature[: len(ids)].clone(), len(row["prompt"])))
+    return found
+
+
+def _batched(
+    answers: list[Answer], anchors: int, rng: random.Random, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padded: features [B, S, K*H], ids [B, S], anchors' positions [B, A], lengths [B], int64."""
+    lengths = torch.tensor([len(answer.ids) for answer in answers], device=device)
+    ids = pad_sequence([answer.ids for answer in answers], batch_first=True)
+    features = pad_sequence([answer.features for answer in answers], batch_first=True)
+    at = []
+    for answer in answers:
+        last = len(answer.ids) - 2
+        at.append([rng.randint(answer.first, last) for _ in range(anchors)])
+    return features.to(device), ids.to(device), torch.tensor(at, device=device), lengths
+
+
+def _loss(
+    draft: Draft,
+    head: Tensor,
+    embed: torch.nn.Embedding,
+    features: Tensor,
+    ids: Tensor,
+    at: Tensor,
+    lengths: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """Weighted loss in nats, and the mean of drafts accepted a block.
+
+    head: [V, H] float32; features, ids, at, lengths: as `_batched` makes them; size: of a block.
+    """
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        logits = F.linear(draft(features, ids, at, embed, size)[:, :, 1:], head)
+    where = at[:, :, None] + torch.arange(1, size, device=ids.device)
+    valid = (where < lengths[:, None, None]).float()
+    of_block = ids[:, None, :].expand(-1, at.shape[1], -1)
+    labels = of_block.gather(2, where.clamp(max=ids.shape[1] - 1))
+    loss = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
+    loss = loss.view_as(valid)
+    hits = (logits.argmax(-1) == labels).float() * valid
+    accepted = hits.cumprod(-1).sum(-1).mean()
+    return (loss * position_weights(loss.detach(), valid)).sum(), accepted
+
+
+def position_weights(loss: Tensor, valid: Tensor) -> Tensor:
+    """What each draft's loss counts. loss: [B, A, N-1], -log P(right); valid: [B, A, N-1] of 0, 1.
+
+    Half of it decays along the block, as in the paper. The other half is what the draft is worth:
+    the expected number of steps a token, 1 / (1 + sum of P(drafts 1..k right)), derived by -log P.
+    So it lies on the drafts that are reached, and on blocks of which little is accepted.
+    """
+    decaying = torch.exp(-torch.arange(loss.shape[-1], device=loss.device) / 7.0) * valid
+    survival = ((-loss).exp() * valid).cumprod(-1)
+    behind = survival.flip(-1).cumsum(-1).flip(-1)
+    worth = behind / (1 + survival.sum(-1, keepdim=True)) ** 2 * valid
+    return 0.5 * (decaying / decaying.sum() + worth / worth.sum())
+
+
+def _save(draft: Draft, out: Path) -> None:
+    """In z-lab's format, bfloat16."""
+    out.mkdir(exist_ok=True)
+    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in draft.state_dict().items()}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(DRAFT_CONFIG, indent=2) + "\n")

@@ -1,0 +1,59 @@
+"""Stage export: weights and held-out prompts into the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import IN_ORDER, KINDS, PROMPTS, Example
+from training import data
+
+FILES = {
+    TARGET: (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ),
+    DRAFT: ("config.json", "model.safetensors"),
+}
+POOL = 256  # prompts of a kind; of code, what there is
+MEASURED = 11  # prompts of a kind in most of the published results
+
+
+def export(work: Path) -> None:
+    """Copy what a server needs, and write the prompts."""
+    for folder, names in FILES.items():
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            if (work / folder.name / name).exists():
+                shutil.copyfile(work / folder.name / name, folder / name)
+    write_prompts(PROMPTS)
+
+
+def write_prompts(path: Path) -> None:
+    """The pool of held-out prompts, a JSON object a line, kind after kind."""
+    with path.open("w", encoding="utf-8") as file:
+        for kind in KINDS:
+            for example in _pool(kind):
+                file.write(json.dumps(asdict(example)) + "\n")
+
+
+def _pool(kind: str) -> list[Example]:
+    """Held-out prompts of a kind, none twice; those of published results come first.
+
+    Of code, a draw of few does not begin a draw of many, so the few are drawn on their own.
+    """
+    few = data.draw_held_out(kind, MEASURED, IN_ORDER)
+    many = data.draw_held_out(kind, POOL, IN_ORDER)
+    found: dict[str, Example] = {}
+    for example in few + many:
+        found.setdefault(example.prompt, example)
+    if kind == "code":
+        return [replace(example, answer="") for example in found.values()]
+    return list(found.values())

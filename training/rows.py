@@ -1,0 +1,87 @@
+"""Rows that the target is trained on: documents of the three kinds, packed one behind another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from sglang_dflash.tiny.prompts import Example
+from training import data
+from training.shapes import END_OF_TEXT, IM_END, ROW
+from training.tokenizer import chat_ids, text_ids
+
+BATCH = 16  # rows of a step
+CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word problems
+TWO_TURNS = 0.1  # of the conversations
+IGNORED = -100  # the label of a token that counts nothing
+
+Document = tuple[list[int], int]  # token ids, first position that is trained
+
+
+def documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Document]:
+    """Endless documents, kinds mixed by share of tokens, no held-out text."""
+    rng = random.Random(seed)
+    code = list(data.functions(held_out=False))
+    seen = {"word": 0.0, "json": 0.0, "code": 0.0}
+    share = {"word": 1 - CODE_SHARE - JSON_SHARE, "json": JSON_SHARE, "code": CODE_SHARE}
+    draws = {"word": data.word_problem, "json": data.json_record}
+    while True:
+        kind = min(seen, key=lambda k: seen[k] / share[k])
+        if kind == "code":
+            ids, first = _source(tokenizer, rng, code)
+        else:
+            ids, first = _conversation(tokenizer, rng, draws[kind])
+        seen[kind] += len(ids)
+        yield ids[:ROW], first
+
+
+def _source(tokenizer: PreTrainedTokenizerFast, rng: random.Random, code: list[str]) -> Document:
+    """A block of source, or what a row holds of it from its start or, half the time, anywhere."""
+    ids = [*text_ids(tokenizer, rng.choice(code)), END_OF_TEXT]
+    start = rng.randrange(max(1, len(ids) - ROW + 1)) if rng.random() < 0.5 else 0
+    return ids[start : start + ROW], 0
+
+
+def _conversation(
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    draw: Callable[[random.Random], Example],
+) -> Document:
+    """One turn or two. Training starts at the first answer."""
+    newline = text_ids(tokenizer, "\n")
+    ids: list[int] = []
+    first = 0
+    for _ in range(2 if rng.random() < TWO_TURNS else 1):
+        example = draw(rng)
+        while data.is_held_out(example.prompt):
+            example = draw(rng)
+        ids += chat_ids(tokenizer, example.prompt)
+        first = first or len(ids)
+        ids += [*text_ids(tokenizer, example.answer), IM_END, *newline]
+    return ids, first
+
+
+def packed(documents: Iterator[Document]) -> Iterator[tuple[Tensor, ...]]:
+    """Batches of packed rows: ids, positions, document numbers, labels, all [BATCH, ROW] int64."""
+    carry = next(documents)
+    while True:
+        ids = torch.full((BATCH, ROW), END_OF_TEXT)
+        labels = torch.full((BATCH, ROW), IGNORED)
+        positions = torch.zeros((BATCH, ROW), dtype=torch.long)
+        numbers = torch.zeros((BATCH, ROW), dtype=torch.long)
+        for row in range(BATCH):
+            at, number = 0, 1
+            while at + len(carry[0]) <= ROW:
+                tokens, first = carry
+                end = at + len(tokens)
+                ids[row, at:end] = torch.tensor(tokens)
+                labels[row, at + first : end] = ids[row, at + first : end]
+                labels[row, at] = IGNORED
+                positions[row, at:end] = torch.arange(len(tokens))
+                numbers[row, at:end] = number
+                at, number, carry = end, number + 1, next(documents)
+        yield ids, positions, numbers, labels

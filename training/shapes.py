@@ -1,0 +1,56 @@
+"""What target and draft look like: the vocabulary, the length of a row, both configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+END_OF_TEXT, IM_START, IM_END, MASK = range(4)
+VOCAB = 2048
+ROW = 512  # tokens of a packed training row
+THETA = 1_000_000.0
+MAX_POSITIONS = 16_384
+
+TARGET_CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rope_theta": THETA,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": IM_END,
+}
+DRAFT_CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 16,
+    "num_target_layers": TARGET_CONFIG["num_hidden_layers"],
+    "num_hidden_layers": 3,
+    "hidden_size": TARGET_CONFIG["hidden_size"],
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": THETA,
+    "rope_scaling": None,
+    "max_position_embeddings": MAX_POSITIONS,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "layer_types": ["full_attention"] * 3,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "dflash_config": {
+        "mask_token_id": MASK,
+        "target_layer_ids": [1, 3, 5, 7, 8],
+    },
+}
