@@ -1,4 +1,4 @@
-"""`sglang-dflash`: look at a draft, or see the bundled pair at work."""
+"""`sglang-dflash`: describe a draft, or run the bundled pair."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sglang_dflash.launch import interrupt_on_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; its exit status is the process's."""
+    """Run a subcommand. Returns the exit status of the process."""
     parser = argparse.ArgumentParser(prog="sglang-dflash", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="the bundled pair without and with DFLASH, compared")
     demo.add_argument("--json", action="store_true", help="print the last line only")
-    inspect = commands.add_parser("inspect", help="what a draft is, and whether it fits a target")
+    inspect = commands.add_parser("inspect", help="describe a draft, and check that it fits")
     inspect.add_argument("draft", help="folder or hub id of a DFlash checkpoint")
     inspect.add_argument("--target", help="folder or hub id of the target it is for")
     inspect.add_argument("--json", action="store_true", help="one line of JSON")
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     interrupt_on_signals()
     try:
         if chosen.command == "inspect":
-            from sglang_dflash.inspect import run as run_inspect
+            from sglang_dflash.inspect_draft import run as run_inspect
 
             return run_inspect(chosen.draft, chosen.target, chosen.json)
         from sglang_dflash.demo import run as run_demo

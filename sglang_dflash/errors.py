@@ -1,9 +1,18 @@
-"""What a user can mend is raised as `Refusal`: one paragraph, no traceback."""
+"""The error that a user can correct."""
 
 
 class Refusal(ValueError):
     """A checkpoint, a flag or a request that cannot be served exactly.
 
-    The message says what is wrong and what to change. At the command line the process prints it
-    and exits with status 1; `sglang.Engine` users see the exception.
+    what: the reason. fix: the change that a user can make. Both are whole sentences: they begin
+    with a capital letter and end with a full stop. At the command line the process prints both as
+    one paragraph, without a traceback, and exits with status 1. `sglang.Engine` raises it.
     """
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what, fix)  # pickle calls the class with these two
+        self.what = what
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.fix}"

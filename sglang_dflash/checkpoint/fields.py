@@ -1,39 +1,55 @@
-"""Typed access to a raw config: a wrong or missing field is refused by file and name."""
+"""Typed access to a raw config. A wrong or missing field is refused by its file and its name."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.config import Rope
+from sglang_dflash.checkpoint.config import Rope
 from sglang_dflash.errors import Refusal
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = (FULL, SLIDING)
+FIRST_SLIDING_LAYER = 28  # Transformers' default of max_window_layers
 
 
 class Fields:
-    """A JSON object read field by field. `where` names it in messages."""
+    """A JSON object that is read field by field.
 
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+    Every method names a field by its key. It raises `Refusal` if the field has another type or
+    range. A field that is null is absent.
+    """
 
-    def refuse(self, what: str) -> Refusal:
-        return Refusal(f"{self.where} {what}.")
+    def __init__(self, raw: dict[str, Any], file: str, section: str | None = None) -> None:
+        """raw: the object. file, section: its place, by which refusals name it."""
+        self.raw = raw
+        self._file = file
+        self._place = f"The file {file}" if section is None else f"The section {section} of {file}"
 
-    def section(self, key: str) -> Fields:
-        """A nested object; empty where absent."""
-        value = self.raw.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.refuse(f"has {key} = {value!r}, which must be an object")
-        return Fields(value, f"{self.where}: {key}")
+    def refuse(self, what: str, fix: str = CORRECT_CONFIG) -> Refusal:
+        """A refusal to raise. `what` begins with a verb, and this object is its subject."""
+        return Refusal(f"{self._place} {what}.", fix)
 
     def must_be(self, key: str, value: str) -> None:
-        """A field that is served with one value alone, where it is stated."""
-        if (stated := self.raw.get(key)) not in (None, value):
-            raise self.refuse(f"has {key} = {stated!r}; served is {value!r}")
+        """The field must be absent or have this value, because no other one is served."""
+        stated = self.raw.get(key)
+        if stated is not None and stated != value:
+            raise self.refuse(f"has {key} = {stated!r}, and only {value!r} is served")
+
+    def optional_object(self, key: str) -> dict[str, Any] | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.refuse(f"has {key} = {value!r}, which must be an object")
+        return value
+
+    def section(self, key: str) -> Fields:
+        """The fields of a nested object. It has none if it is absent."""
+        return Fields(self.optional_object(key) or {}, self._file, key)
 
     def optional_int(self, key: str) -> int | None:
+        """An integer that is not negative."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -42,96 +58,120 @@ class Fields:
         return value
 
     def optional_positive(self, key: str) -> int | None:
+        """An integer of at least 1."""
         value = self.optional_int(key)
         if value == 0:
             raise self.refuse(f"has {key} = 0, which must be positive")
         return value
 
     def positive(self, key: str) -> int:
+        """An integer of at least 1, which must be there."""
         value = self.optional_positive(key)
         if value is None:
             raise self.refuse(f"has no {key}")
         return value
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def optional_boolean(self, key: str) -> bool | None:
         value = self.raw.get(key)
         if value is None:
-            return default
+            return None
         if not isinstance(value, bool):
             raise self.refuse(f"has {key} = {value!r}, which must be true or false")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.optional_boolean(key)
+        return default if value is None else value
+
+    def optional_number(self, key: str) -> float | None:
         value = self.raw.get(key)
         if value is None:
-            return default
+            return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.refuse(f"has {key} = {value!r}, which must be a number")
         return float(value)
 
-    def positive_number(self, key: str) -> float | None:
-        """None where absent."""
-        if self.raw.get(key) is None:
-            return None
-        value = self.number(key, 0.0)
-        if not 0 < value < float("inf"):
+    def number(self, key: str, default: float) -> float:
+        value = self.optional_number(key)
+        return default if value is None else value
+
+    def optional_positive_number(self, key: str) -> float | None:
+        """A finite number above 0."""
+        value = self.optional_number(key)
+        if value is not None and not 0 < value < float("inf"):
             raise self.refuse(f"has {key} = {value}, which must be positive")
         return value
 
-    def optional_ints(self, key: str) -> list[int] | None:
-        """Strictly ascending non-negative ids."""
-        value: list[int] | None = self.raw.get(key)
+    def optional_layer_ids(self, key: str) -> list[int] | None:
+        """At least one layer id, in ascending order, each once."""
+        value = self.raw.get(key)
         if value is None:
             return None
-        good = isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
-        if not good or not value or sorted(set(value)) != value:
+        if not isinstance(value, list) or not value or not _ascending(value):
             raise self.refuse(
                 f"has {key} = {value!r}, which must be layer ids in ascending order, each once"
             )
         return value
 
     def window(self) -> int | None:
-        """`sliding_window`, None where absent or switched off by `use_sliding_window`."""
-        stated = self.optional_positive("sliding_window")
-        return stated if self.boolean("use_sliding_window", True) else None
+        """`sliding_window`. None if it is absent or `use_sliding_window` is false."""
+        window = self.optional_positive("sliding_window")
+        return window if self.boolean("use_sliding_window", True) else None
 
     def layer_types(self, num_layers: int) -> list[str]:
-        """`layer_types`; where absent Transformers' rule: layers slide from `max_window_layers`."""
+        """`layer_types`, one of `LAYER_TYPES` per layer.
+
+        Transformers' rule replaces an absent list: layers slide from `max_window_layers` on.
+        """
         value = self.raw.get("layer_types")
         if value is None:
-            slides = self.boolean("use_sliding_window", False) and self.window() is not None
-            first = self.optional_int("max_window_layers")
-            full = num_layers if not slides else 28 if first is None else first
-            return [LAYER_TYPES[i >= full] for i in range(num_layers)]
+            return self._default_layer_types(num_layers)
         if not isinstance(value, list) or len(value) != num_layers:
             raise self.refuse(f"has layer_types = {value!r}, which must name {num_layers} layers")
-        if strange := sorted({str(v) for v in value if v not in LAYER_TYPES}):
-            raise self.refuse(f"has layer_types {strange}; served are {', '.join(LAYER_TYPES)}")
+        strange = sorted({str(kind) for kind in value if kind not in LAYER_TYPES})
+        if strange:
+            raise self.refuse(
+                f"has layer_types {strange}, and only {' and '.join(LAYER_TYPES)} are served"
+            )
         return value
 
-    def rope(self, layer_types: list[str]) -> tuple[Rope, ...]:
-        """RoPE of each layer.
+    def _default_layer_types(self, num_layers: int) -> list[str]:
+        slides = self.boolean("use_sliding_window", False) and self.window() is not None
+        first = self.optional_int("max_window_layers")
+        if first is None:
+            first = FIRST_SLIDING_LAYER
+        kinds = []
+        for layer in range(num_layers):
+            kinds.append(SLIDING if slides and layer >= first else FULL)
+        return kinds
 
-        Flat `rope_theta` and `rope_scaling`, or `rope_parameters` of Transformers 5, for all layers
-        or by layer type.
+    def rope(self, layer_types: list[str]) -> tuple[Rope, ...]:
+        """The RoPE of each layer.
+
+        A config states it in flat fields (`rope_theta`, `rope_scaling`) or in `rope_parameters` of
+        Transformers 5, which are one object for all layers or one per layer type.
         """
         parameters = self.raw.get("rope_parameters")
-        if isinstance(parameters, dict) and set(parameters) & set(LAYER_TYPES):
-            if missing := set(layer_types) - set(parameters):
-                raise self.refuse(f"has no rope_parameters for {', '.join(sorted(missing))}")
-            return tuple(self._one_rope(parameters[kind]) for kind in layer_types)
-        if parameters is None:
-            parameters = self.raw.get("rope_scaling")
-        return tuple(self._one_rope(parameters) for _ in layer_types)
+        if not isinstance(parameters, dict) or parameters.keys().isdisjoint(LAYER_TYPES):
+            if parameters is None:
+                parameters = self.raw.get("rope_scaling")
+            return (self._one_rope(parameters),) * len(layer_types)
+        ropes = []
+        for kind in layer_types:
+            if kind not in parameters:
+                raise self.refuse(f"has no rope_parameters for {kind}")
+            ropes.append(self._one_rope(parameters[kind]))
+        return tuple(ropes)
 
     def _one_rope(self, parameters: Any) -> Rope:
+        """The RoPE that `rope_parameters` or `rope_scaling` describe. `rope_theta` may be flat."""
         if parameters is not None and not isinstance(parameters, dict):
             raise self.refuse(f"has RoPE parameters {parameters!r}, which must be an object")
         scaling = dict(parameters or {})
         theta = scaling.pop("rope_theta", self.raw.get("rope_theta"))
         if not isinstance(theta, int | float) or theta <= 0:
             raise self.refuse("has no rope_theta, neither flat nor in rope_parameters")
-        if "type" in scaling:
+        if "type" in scaling:  # the older name of rope_type
             scaling.setdefault("rope_type", scaling.pop("type"))
         kind = scaling.get("rope_type", "default")
         if kind == "default":
@@ -140,3 +180,13 @@ class Fields:
             # Transformers' rule: the factor counts from the served length
             scaling["original_max_position_embeddings"] = self.positive("max_position_embeddings")
         return Rope(float(theta), scaling)
+
+
+def _ascending(ids: list[Any]) -> bool:
+    """Whether these are integers from 0 on, each larger than the one before it."""
+    last = -1
+    for i in ids:
+        if type(i) is not int or i <= last:  # JSON's true is an int to isinstance
+            return False
+        last = i
+    return True

@@ -1,105 +1,134 @@
-"""Does a draft fit a target? The same checks run at server start and in `sglang-dflash inspect`."""
+"""Does a draft fit a target? The server runs these checks at its start, and so does `inspect`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.fields import CORRECT_CONFIG
 from sglang_dflash.checkpoint.tensors import Tensors, faults
-from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import Refusal
 
 VOCABULARY_PADDING = 1024  # published vocabularies are padded by less than this
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the served length
+NAMED_FAULTS = 3  # the most faults of weights that a refusal names
 OTHER_DRAFT = "Use the draft that was trained for this target."
-FETCH_AGAIN = "Fetch the draft again, or correct its config.json."
+STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
+STATE_FIELDS = ("linear_attn_config", "linear_num_value_heads", "mamba_d_ssm")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the checks need to know of a target."""
+    """The properties of a target that the checks compare with a draft."""
 
     path: str
     num_layers: int
     hidden_size: int
     vocab_size: int
-    keeps_state: bool = False  # Mamba, GDN and alike
-
-
-STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
-STATE_FIELDS = ("linear_attn_config", "linear_num_value_heads", "mamba_d_ssm")
+    keeps_state: bool = False  # it has layers with a recurrent state: Mamba, GDN and alike
 
 
 def keeps_state(raw: dict[str, Any]) -> bool:
     """Whether a target's (text) config.json describes layers with a recurrent state."""
     kinds = {*(raw.get("layer_types") or ()), *(raw.get("layers_block_type") or ())}
     if kinds:
-        return bool(kinds & STATE_LAYERS)
-    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H
+        return not kinds.isdisjoint(STATE_LAYERS)
+    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H: a letter per layer
     return "M" in pattern or any(raw.get(name) is not None for name in STATE_FIELDS)
 
 
-@dataclass(frozen=True)
-class Problem:
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.fix}"
-
-
-def misfits(draft: DFlashConfig, target: Target) -> list[Problem]:
-    """Everything that keeps this draft from serving this target; empty if it fits."""
-    found = []
-    if target.keeps_state:
-        what = "The target keeps a recurrent state, whose right step is not committed after a "
-        found.append(Problem(f"{what}partial acceptance.", "Serve it without DFLASH."))
-    if draft.target_hidden_size != target.hidden_size:
-        what = f"The draft reads target features of hidden size {draft.target_hidden_size}, the "
-        found.append(Problem(f"{what}target has {target.hidden_size}.", OTHER_DRAFT))
-    shares = not (draft.own_embedding and draft.draft_vocab_size is not None)
-    if shares and draft.hidden_size != target.hidden_size:
-        what = f"The draft's hidden size {draft.hidden_size} differs from the target's "
-        found.append(
-            Problem(f"{what}{target.hidden_size}, whose embedding or LM head it uses.", OTHER_DRAFT)
-        )
-    if draft.num_target_layers not in (None, target.num_layers):
-        what = f"The draft was trained on a target of {draft.num_target_layers} layers, the target "
-        found.append(Problem(f"{what}has {target.num_layers}.", OTHER_DRAFT))
+def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:
+    """Every reason why this draft cannot serve this target. Empty if it can."""
     beyond = [i for i in draft.target_layer_ids if i >= target.num_layers]
-    if beyond:
-        what = f"target_layer_ids {beyond} lie beyond the target's layers "
-        found.append(Problem(f"{what}0..{target.num_layers - 1}.", OTHER_DRAFT))
-    if abs(draft.vocab_size - target.vocab_size) >= VOCABULARY_PADDING:
-        what = f"The draft's vocabulary has {draft.vocab_size} tokens, the target's "
-        found.append(Problem(f"{what}{target.vocab_size}.", OTHER_DRAFT))
-    if draft.mask_token_id >= min(draft.vocab_size, target.vocab_size):
-        what = f"mask_token_id {draft.mask_token_id} is not in the vocabulary of "
-        found.append(
-            Problem(
-                f"{what}{target.vocab_size}.", "Correct mask_token_id in the draft's config.json."
-            )
-        )
-    return found
+    uses_target_vocabulary = not draft.own_embedding or draft.draft_vocab_size is None
+    padding = abs(draft.vocab_size - target.vocab_size)
+    checks = (  # (whether it does not fit, the refusal)
+        (
+            target.keeps_state,
+            "The target keeps a recurrent state, whose right step is not committed after a partial "
+            "acceptance.",
+            "Serve it without DFLASH.",
+        ),
+        (
+            draft.target_hidden_size != target.hidden_size,
+            f"The draft reads target features of hidden size {draft.target_hidden_size}, the "
+            f"target has {target.hidden_size}.",
+            OTHER_DRAFT,
+        ),
+        (
+            uses_target_vocabulary and draft.hidden_size != target.hidden_size,
+            f"The draft's hidden size {draft.hidden_size} differs from the target's "
+            f"{target.hidden_size}, whose embedding or LM head it uses.",
+            OTHER_DRAFT,
+        ),
+        (
+            draft.num_target_layers not in (None, target.num_layers),
+            f"The draft was trained on a target of {draft.num_target_layers} layers, the target "
+            f"has {target.num_layers}.",
+            OTHER_DRAFT,
+        ),
+        (
+            bool(beyond),
+            f"The target_layer_ids {beyond} lie beyond the target's layers "
+            f"0..{target.num_layers - 1}.",
+            OTHER_DRAFT,
+        ),
+        (
+            padding >= VOCABULARY_PADDING,
+            f"The draft's vocabulary has {draft.vocab_size} tokens, the target's "
+            f"{target.vocab_size}.",
+            OTHER_DRAFT,
+        ),
+        (
+            draft.mask_token_id >= min(draft.vocab_size, target.vocab_size),
+            f"The mask_token_id {draft.mask_token_id} is not in the vocabulary of "
+            f"{target.vocab_size}.",
+            "Correct mask_token_id in the draft's config.json.",
+        ),
+    )
+    return [Refusal(what, fix) for does_not_fit, what, fix in checks if does_not_fit]
 
 
-def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Problem]:
-    """What is wrong with a draft that reads `draft_width` positions; empty if it can be served."""
-    found = []
-    if wrong := faults(draft, tensors):
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        what = f"The weights do not fit the config: {'; '.join(wrong[:3])}{more}."
-        found.append(Problem(what, FETCH_AGAIN))
-    kinds = {(rope.scaling or {}).get("rope_type", "default") for rope in draft.rope}
-    if unknown := sorted(kinds - set(ROPE_TYPES)):
-        what = f"RoPE of type {', '.join(unknown)} is not served."
-        found.append(Problem(what, f"Served are {', '.join(ROPE_TYPES)}."))
-    if any((r.scaling or {}).get("partial_rotary_factor", 1.0) != 1.0 for r in draft.rope):
-        found.append(Problem("The draft rotates part of a head only.", "Use another draft."))
-    if draft.head_dim % 2 or draft.num_heads % draft.num_kv_heads:
-        what = f"{draft.num_heads} heads of {draft.head_dim} over {draft.num_kv_heads} KV heads"
-        found.append(Problem(f"{what} do not divide.", FETCH_AGAIN))
+def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Refusal]:
+    """Every reason why no target can be served with this draft. Empty if one can.
+
+    draft_width: positions that the draft is to read at once, the anchor and masks.
+    """
+    wrong = faults(draft, tensors)
+    named = "; ".join(wrong[:NAMED_FAULTS])
+    more = f" and {len(wrong) - NAMED_FAULTS} more" if len(wrong) > NAMED_FAULTS else ""
+    scalings = [rope.scaling or {} for rope in draft.rope]
+    kinds = {scaling.get("rope_type", "default") for scaling in scalings}
+    unknown = sorted(kinds.difference(ROPE_TYPES))
     windows = [view.window for view in draft.attention if view.window is not None]
-    if windows and min(windows) < draft_width:
-        what = f"A block of {draft_width} does not fit the draft's window of {min(windows)}."
-        found.append(Problem(what, "Give a shorter --speculative-dflash-block-size."))
-    return found
+    shortest = min(windows, default=draft_width)
+    checks = (  # (whether it is a defect, the refusal)
+        (
+            bool(wrong),
+            f"The weights do not fit the config: {named}{more}.",
+            CORRECT_CONFIG,
+        ),
+        (
+            bool(unknown),
+            f"RoPE of type {', '.join(unknown)} is not served.",
+            f"Use a draft with RoPE of one of the types {', '.join(ROPE_TYPES)}.",
+        ),
+        (
+            any(scaling.get("partial_rotary_factor", 1.0) != 1.0 for scaling in scalings),
+            "The draft rotates part of a head only.",
+            "Use another draft.",
+        ),
+        (
+            bool(draft.head_dim % 2 or draft.num_heads % draft.num_kv_heads),
+            f"The draft's {draft.num_heads} heads of {draft.head_dim} over {draft.num_kv_heads} "
+            "KV heads do not divide.",
+            CORRECT_CONFIG,
+        ),
+        (
+            shortest < draft_width,
+            f"A block of {draft_width} does not fit the draft's window of {shortest}.",
+            "Give a shorter --speculative-dflash-block-size.",
+        ),
+    )
+    return [Refusal(what, fix) for is_defect, what, fix in checks if is_defect]

@@ -1,4 +1,4 @@
-"""Checkpoints by the id of the model hub, where the name is no folder here."""
+"""Checkpoints by their id on the model hub. A name that is a folder here is no id."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from huggingface_hub.errors import (
     NotASafetensorsRepoError,
 )
 
-from sglang_dflash.checkpoint.detect import format_of, read_json
-from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.checkpoint.detect import format_of
+from sglang_dflash.checkpoint.files import read_json
+from sglang_dflash.checkpoint.tensors import Shape, Tensors
 from sglang_dflash.errors import Refusal
 
 UNREACHABLE = (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError)
@@ -21,12 +22,12 @@ CONFIGS, WEIGHTS = ["*.json", "mask_embedding.pt"], "*.safetensors"
 
 
 def is_id(name: str) -> bool:
-    """Whether this names a model of the hub, not a folder."""
+    """Whether a name is a model's on the hub, not a folder's here."""
     return name.count("/") == 1 and not name.startswith((".", "/")) and not Path(name).exists()
 
 
 def draft_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of a draft with its weights, fetched where need be; raises `Refusal`."""
+    """The folder of a draft with its weights, which are fetched if needed. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
     try:
@@ -38,7 +39,7 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
 
 
 def config_folder(name: str) -> Path:
-    """The folder of a draft or target; from the hub come configs alone. Raises `Refusal`."""
+    """The folder of a draft or target. The hub's configs alone are fetched. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
     try:
@@ -48,21 +49,26 @@ def config_folder(name: str) -> Path:
 
 
 def remote_headers(name: str, folder: Path) -> Tensors | None:
-    """The hub's safetensors headers of a model whose weights are not in `folder`; else None."""
+    """The hub's safetensors headers of a model. None if `folder` holds its weights, or on failure.
+
+    The tensors have the checkpoint's names.
+    """
     if not is_id(name) or any(folder.glob(WEIGHTS)):
         return None
     try:
         files = get_safetensors_metadata(name).files_metadata.values()
     except (NotASafetensorsRepoError, *UNREACHABLE):
         return None
-    found: dict[str, tuple[str, tuple[int, ...]]] = {
-        tensor: (info.dtype, tuple(info.shape))
-        for file in files
-        for tensor, info in file.tensors.items()
-    }
+    found: dict[str, tuple[str, Shape]] = {}
+    for file in files:
+        for tensor, info in file.tensors.items():
+            found[tensor] = (info.dtype, tuple(info.shape))
     return Tensors(folder, found)
 
 
 def _neither(name: str, error: Exception) -> Refusal:
-    reason = " ".join(str(error).split())
-    return Refusal(f"{name!r} is neither a folder here nor to be had from the model hub: {reason}")
+    reason = " ".join(str(error).split()).rstrip(".")
+    return Refusal(
+        f"The name {name!r} is no folder here, and the model hub does not give it: {reason}.",
+        "Give the path of a folder, or the id of a model that this machine can fetch.",
+    )

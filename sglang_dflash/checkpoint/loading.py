@@ -1,19 +1,20 @@
-"""Loads a draft's weights strictly: all of them, nothing else, finite."""
+"""Loads a draft's weights strictly: all of them and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint import rename_weights
+from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.extras import check_map, read_mask_embedding
-from sglang_dflash.config import DFlashConfig
+from sglang_dflash.checkpoint.files import FETCH_AGAIN
 from sglang_dflash.errors import Refusal
 
-STACKED = (  # (parameter, checkpoint name, shard)
+Shard = str | int  # SGLang's name of a part of a stacked parameter
+STACKED: tuple[tuple[str, str, Shard], ...] = (  # (parameter, its part in the checkpoint, shard)
     ("qkv_proj", "q_proj", "q"),
     ("qkv_proj", "k_proj", "k"),
     ("qkv_proj", "v_proj", "v"),
@@ -28,9 +29,14 @@ def load(
     weights: Iterable[tuple[str, Tensor]],
     copy: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Fill a draft model. Raises `Refusal` for missing, unexpected or non-finite tensors.
+    """Fill a draft model.
 
-    copy(place, tensor) loads a parameter that has no `weight_loader` of its own.
+    weights: tensors by the checkpoint's names. copy(place, tensor) loads a parameter that has no
+    `weight_loader` of its own. Raises `Refusal` for missing or unexpected tensors, and for a
+    vocabulary map or a mask embedding that does not fit.
+
+    The values are not looked at: `compatibility.check_draft` has scanned the files for NaN before
+    any process started.
     """
     places: dict[str, Tensor] = dict(model.named_parameters())
     if config.vocabulary_map:
@@ -47,20 +53,19 @@ def load(
         if (name, shard) not in missing:
             unexpected.append(checkpoint_name)
             continue
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise Refusal(
-                f"The draft {config.path} holds NaN or infinity in {checkpoint_name}: fetch it "
-                "again."
-            )
         missing.remove((name, shard))
         place = places[name]
         loader: Any = getattr(place, "weight_loader", copy)
-        loader(place, tensor) if shard is None else loader(place, tensor, shard)
+        if shard is None:
+            loader(place, tensor)
+        else:
+            loader(place, tensor, shard)
     if missing or unexpected:
         gone = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in missing)
         raise Refusal(
             f"The draft {config.path} does not hold the weights of a {config.format} DFlash draft: "
-            f"missing {gone or 'none'}, unexpected {unexpected or 'none'}."
+            f"missing {gone or 'none'}, unexpected {unexpected or 'none'}.",
+            FETCH_AGAIN,
         )
     if config.vocabulary_map:
         check_map(config, places["d2t"], target_mask)
@@ -68,12 +73,14 @@ def load(
         model.get_buffer("mask_embedding").copy_(read_mask_embedding(config))
 
 
-def _stacked(name: str) -> tuple[str, str | int | None]:
+def _stacked(name: str) -> tuple[str, Shard | None]:
+    """The parameter that holds a tensor, and the tensor's shard of it. None: it is not stacked."""
     for parameter, part, shard in STACKED:
         if f".{part}." in name:
             return name.replace(part, parameter), shard
     return name, None
 
 
-def _shards(name: str) -> list[str | int | None]:
+def _shards(name: str) -> list[Shard | None]:
+    """The shards of a parameter, one per tensor of the checkpoint. [None]: it is not stacked."""
     return [shard for parameter, _, shard in STACKED if f".{parameter}." in name] or [None]

@@ -1,28 +1,38 @@
 """Checkpoints of the speculators library: `speculators_model_type: dflash`.
 
-Its layer ids are indices into Transformers' `hidden_states`, one more than z-lab's. Its drafts can
-speak a smaller vocabulary: `d2t` holds the *offset* from a draft id to the target's id. Its sliding
-windows count back from the anchor for the whole block, causal in the block unless
-`sliding_window_non_causal`.
+Its layer ids are indices into Transformers' `hidden_states`, one more than z-lab's. Its drafts may
+have a smaller vocabulary: `d2t` holds the *offset* from a draft id to the target's id. Its sliding
+windows count back from the anchor for the whole block. They are causal in the block unless
+`sliding_window_non_causal` is true.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
 from sglang_dflash.checkpoint.tensors import Tensors
-from sglang_dflash.config import DFlashConfig, LayerAttention
+
+# The defaults of the library.
+DEFAULT_DRAFT_WIDTH = 8
+DEFAULT_DRAFT_VOCAB_SIZE = 32000
 
 
 def matches(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of this format."""
     return raw.get("speculators_model_type") == "dflash"
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
+    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
+
+    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
+    checkpoint's, by the model's own names.
+    """
     top = Fields(raw, f"{path}/config.json")
     body = top.section("transformer_layer_config")
-    ids = top.optional_ints("aux_hidden_state_layer_ids")
+    ids = top.optional_layer_ids("aux_hidden_state_layer_ids")
     if ids is None or ids[0] == 0:
         raise top.refuse(f"has aux_hidden_state_layer_ids = {ids}, which must be 1 or more")
     mask = top.optional_int("mask_token_id")
@@ -33,13 +43,16 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     num_layers = body.positive("num_hidden_layers")
     layer_types = body.layer_types(num_layers)
     window = body.window()
-    if "sliding_attention" in layer_types and window is None:
+    if SLIDING in layer_types and window is None:
         raise body.refuse("has sliding_attention layers but no sliding_window")
     causal = not top.boolean("sliding_window_non_causal", False)
-    sliding = LayerAttention(causal=causal, window=window, anchored=True)
+    views = {
+        SLIDING: LayerAttention(causal=causal, window=window, anchored=True),
+        FULL: LayerAttention(),
+    }
     vocab_size = body.positive("vocab_size")
     rows = tensors.rows("lm_head.weight")
-    draft_vocab_size = top.optional_positive("draft_vocab_size") or 32000
+    draft_vocab_size = top.optional_positive("draft_vocab_size") or DEFAULT_DRAFT_VOCAB_SIZE
     if rows is None and draft_vocab_size != vocab_size and tensors.known:
         raise top.refuse(
             f"has draft_vocab_size {draft_vocab_size} of {vocab_size} but brings no lm_head.weight"
@@ -47,7 +60,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     return DFlashConfig(
         path=path,
         format=name,
-        block_size=top.optional_positive("block_size") or 8,
+        draft_width=top.optional_positive("block_size") or DEFAULT_DRAFT_WIDTH,
         sample_from_anchor=top.boolean("sample_from_anchor", False),
         mask_token_id=mask,
         target_layer_ids=tuple(i - 1 for i in ids),
@@ -63,25 +76,26 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         rms_norm_eps=body.number("rms_norm_eps", 1e-6),
         attention_bias=body.boolean("attention_bias", False),
         max_position_embeddings=body.positive("max_position_embeddings"),
-        attention=tuple(
-            sliding if kind == "sliding_attention" else LayerAttention() for kind in layer_types
-        ),
+        attention=tuple(views[kind] for kind in layer_types),
         rope=body.rope(layer_types),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=rows,
         vocabulary_map="d2t" in tensors,
         mask_embedding=tensors.has_file("mask_embedding.pt"),
-        quantization=raw.get("quantization_config"),
+        quantization=top.optional_object("quantization_config"),
     )
 
 
 def rename(name: str) -> str:
+    """The draft model's name of the checkpoint's tensor `name`."""
     return name.removeprefix("model.")
 
 
 def verifier_of(raw: dict[str, Any]) -> str | None:
-    """The target that the checkpoint names inside, where it names one."""
-    section = raw.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    return name if isinstance(name, str) and name else None
+    """The target that the checkpoint names, or None."""
+    value: Any = raw
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value if isinstance(value, str) and value else None

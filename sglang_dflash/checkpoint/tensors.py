@@ -1,25 +1,31 @@
-"""What a checkpoint's files hold, from their headers alone; no weight is read."""
+"""Names, dtypes and shapes of a checkpoint's tensors, from file headers. No weight is read."""
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.config import DFlashConfig
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.files import FETCH_AGAIN, parse_object, read_json
 from sglang_dflash.errors import Refusal
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+INTEGERS = ("I64", "I32")
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own bound
+HEADER_FIELDS = {"dtype", "shape", "data_offsets"}  # a header has them for each tensor
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of a folder by the model's own names. `known` is False where it holds no weights."""
+    """The tensors of a folder, by the model's own names. Empty if the folder holds no weights."""
 
     folder: Path
-    found: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # dtype, shape
+    found: dict[str, tuple[str, Shape]] = field(default_factory=dict)  # dtype and shape of each
 
     @property
     def known(self) -> bool:
@@ -29,74 +35,71 @@ class Tensors:
         return name in self.found
 
     def rows(self, name: str) -> int | None:
-        return self.found[name][1][0] if name in self.found else None
+        """The first dimension of a tensor. None if there is no such tensor."""
+        if name not in self.found:
+            return None
+        _, shape = self.found[name]
+        return shape[0]
 
     def has_file(self, name: str) -> bool:
         return (self.folder / name).is_file()
 
     @property
     def parameters(self) -> int:
-        """Values in all tensors."""
-        total = 0
-        for _, shape in self.found.values():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-        return total
+        """Number of values in all tensors."""
+        return sum(math.prod(shape) for _, shape in self.found.values())
 
 
-def read_headers(folder: Path, rename: Any) -> Tensors:
-    """Headers of every safetensors file of a folder; raises `Refusal` for a broken one."""
+def read_headers(folder: Path, rename: Callable[[str], str]) -> Tensors:
+    """Read the header of every safetensors file of a folder.
+
+    rename: from the checkpoint's name of a tensor to the model's. Raises `Refusal` for a broken
+    file, and for a file that the index names and the folder does not hold.
+    """
     index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        shards = _json(index.read_bytes(), index).get("weight_map", {})
-        for shard in sorted(set(shards.values())):
-            if not (folder / shard).is_file():
-                raise Refusal(f"{index} names {shard}, which is missing: fetch the draft again.")
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in files:
+        files = Fields(read_json(index), str(index)).section("weight_map").raw.values()
+        for name in sorted(set(files)):
+            if not (folder / name).is_file():
+                raise Refusal(f"The file {index} names {name}, which is missing.", FETCH_AGAIN)
+    found: dict[str, tuple[str, Shape]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             found[rename(name)] = (entry["dtype"], tuple(entry["shape"]))
     return Tensors(folder, found)
 
 
-def _json(text: bytes, where: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise Refusal(f"{where} cannot be read as JSON: fetch the draft again.") from None
-    if not isinstance(value, dict):
-        raise Refusal(f"{where} is not a JSON object: fetch the draft again.")
-    return value
-
-
 def _header(file: Path) -> dict[str, Any]:
-    """The safetensors header, checked against the file's length."""
-    broken = Refusal(f"{file} is no whole safetensors file (truncated?): fetch the draft again.")
+    """The header of a safetensors file: name -> dtype, shape and data_offsets.
+
+    Raises `Refusal` unless the tensors fill the file to its end.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(HEADER_LIMIT, size - 8):
-            raise broken
-        header = _json(stream.read(length), file)
+            raise _broken(file)
+        header = parse_object(stream.read(length), file)
     header.pop("__metadata__", None)
+    end = 0  # the last tensor's, in bytes behind the header
     for entry in header.values():
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-            raise broken
-    if 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0) != size:
-        raise broken
+        if not isinstance(entry, dict) or not entry.keys() >= HEADER_FIELDS:
+            raise _broken(file)
+        end = max(end, entry["data_offsets"][1])
+    if 8 + length + end != size:
+        raise _broken(file)
     return header
 
 
-def expected(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that an unquantised draft of this config holds."""
-    hidden, dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-    features = len(config.target_layer_ids) * config.target_hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, features),
+def _broken(file: Path) -> Refusal:
+    return Refusal(f"The file {file} is no whole safetensors file (truncated?).", FETCH_AGAIN)
+
+
+def expected(config: DFlashConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor of an unquantised draft of this config."""
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {
+        "fc.weight": (hidden, len(config.target_layer_ids) * config.target_hidden_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
@@ -107,43 +110,57 @@ def expected(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     if config.vocabulary_map:
         shapes["d2t"] = (config.draft_vocab_size or config.vocab_size,)
     for layer in range(config.num_layers):
-        block: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_norm.weight": (dim,),
-            "self_attn.k_norm.weight": (dim,),
-            "mlp.gate_proj.weight": (config.intermediate_size, hidden),
-            "mlp.up_proj.weight": (config.intermediate_size, hidden),
-            "mlp.down_proj.weight": (hidden, config.intermediate_size),
-        }
-        for name, out, into in (
-            ("q", queries, hidden),
-            ("k", keys, hidden),
-            ("v", keys, hidden),
-            ("o", hidden, queries),
-        ):
-            block[f"self_attn.{name}_proj.weight"] = (out, into)
-            if config.attention_bias:
-                block[f"self_attn.{name}_proj.bias"] = (out,)
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+        for name, shape in _expected_in_layer(config).items():
+            shapes[f"layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def _expected_in_layer(config: DFlashConfig) -> dict[str, Shape]:
+    """Name, without the layer's prefix, and shape of every tensor of one layer."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_norm.weight": (dim,),
+        "self_attn.k_norm.weight": (dim,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.attention_bias:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            outputs = shapes[f"self_attn.{name}.weight"][0]
+            shapes[f"self_attn.{name}.bias"] = (outputs,)
     return shapes
 
 
 def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
-    """What is missing, unexpected, or of another shape or kind; empty if all fits."""
+    """Every tensor that is missing, unexpected, or of another shape or kind than the config says.
+
+    Each entry is part of a sentence. The list is empty if all fit, and for checkpoints without
+    weights or with quantised ones, whose names and shapes depend on the method.
+    """
     if not tensors.known or config.quantization is not None:
         return []
     wanted = expected(config)
-    maps = {"t2d"} if config.vocabulary_map else set()
-    found = [f"missing {name}" for name in wanted if name not in tensors]
-    found += [f"unexpected {name}" for name in tensors.found if name not in wanted.keys() | maps]
+    optional = {"t2d"} if config.vocabulary_map else set()
+    missing, unexpected, mismatched = [], [], []
+    for name in tensors.found:
+        if name not in wanted and name not in optional:
+            unexpected.append(f"unexpected {name}")
     for name, shape in wanted.items():
-        if name in tensors:
-            dtype, has = tensors.found[name]
-            if has != shape:
-                found.append(f"{name} has shape {list(has)}, not {list(shape)}")
-            elif name != "d2t" and dtype not in FLOATS:
-                found.append(f"{name} has dtype {dtype}, not a floating one")
-            elif name == "d2t" and dtype not in ("I64", "I32"):
-                found.append(f"{name} has dtype {dtype}, not an integer one")
-    return found
+        if name not in tensors:
+            missing.append(f"missing {name}")
+            continue
+        dtype, stored = tensors.found[name]
+        kind, dtypes = ("an integer", INTEGERS) if name == "d2t" else ("a floating", FLOATS)
+        if stored != shape:
+            mismatched.append(f"{name} has shape {list(stored)}, not {list(shape)}")
+        elif dtype not in dtypes:
+            mismatched.append(f"{name} has dtype {dtype}, not {kind} one")
+    return missing + unexpected + mismatched

@@ -83,4 +83,4 @@ def answers(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_a_broken_draft_is_one_line(answers, breaking):
     line = refused(answers[breaking])
     assert BROKEN[breaking] in line
-    assert "fetch" in line.lower() or "give" in line
+    assert "fetch" in line.lower() or "give" in line.lower()

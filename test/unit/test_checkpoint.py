@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.config import LayerAttention, Rope
+from sglang_dflash.checkpoint.extras import read_mask_embedding
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.zlab import default_target_layer_ids
-from sglang_dflash.config import LayerAttention, Rope
 from sglang_dflash.errors import Refusal
 from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config
 
@@ -22,35 +25,58 @@ def write(folder: Path, config: Any) -> Path:
     return folder
 
 
+def whole_sentences(refusal: Refusal) -> bool:
+    """Both halves begin with a capital letter and end with a full stop."""
+    halves = (refusal.what, refusal.fix)
+    return all(half[0].isupper() and half.endswith(".") and "\n" not in half for half in halves)
+
+
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     method = {k: v for k, v in config["dflash_config"].items() if k not in keys}
     return {k: v for k, v in config.items() if k not in keys} | {"dflash_config": method}
 
 
+def test_a_refusal_has_two_sentences():
+    refusal = Refusal("It is broken.", "Fetch it again.")
+    again = pickle.loads(pickle.dumps(refusal))
+    assert str(refusal) == str(again) == "It is broken. Fetch it again."
+    assert (again.what, again.fix) == ("It is broken.", "Fetch it again.")
+
+
 def test_zlab(tmp_path):
     config = load_config(write(tmp_path, draft_config()))
-    assert (config.block_size, config.mask_token_id) == (BLOCK, MASK)
+    assert (config.draft_width, config.block_size, config.mask_token_id) == (BLOCK, BLOCK, MASK)
     assert config.target_layer_ids == (0, 2)
     assert config.num_target_layers == LAYERS
     assert config.rope == (Rope(10_000.0),) * 2
     assert config.attention == (LayerAttention(),) * 2
     assert config.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 32
-    assert not config.variable_block_size  # only where the checkpoint says so
 
 
 @pytest.mark.parametrize("place", ["top", "dflash_config"])
 def test_zlab_fields_in_either_place(tmp_path, place):
     fields = {"block_size": 5, "num_target_layers": 9, "mask_token_id": 11, "target_layer_ids": [1]}
     config = without(draft_config(), *fields)
-    fields["variable_block_size"] = True
     if place == "top":
         config |= fields
     else:
         config["dflash_config"] |= fields
     got = load_config(write(tmp_path, config))
-    assert (got.block_size, got.num_target_layers, got.mask_token_id) == (5, 9, 11)
+    assert (got.draft_width, got.num_target_layers, got.mask_token_id) == (5, 9, 11)
     assert got.target_layer_ids == (1,)
-    assert got.variable_block_size
+
+
+def test_a_block_is_one_longer_with_sample_from_anchor(tmp_path):
+    config = draft_config(dflash_config={"sample_from_anchor": True})
+    got = load_config(write(tmp_path, config))
+    assert (got.draft_width, got.block_size) == (BLOCK, BLOCK + 1)
+
+
+def test_unknown_fields_are_ignored(tmp_path):
+    """`variable_block_size` was a field of this project's drafts."""
+    plain = load_config(write(tmp_path, draft_config()))
+    method = {"variable_block_size": True, "written_by": "another tool"}
+    assert load_config(write(tmp_path, draft_config(dflash_config=method))) == plain
 
 
 def test_default_layer_ids():
@@ -75,7 +101,6 @@ def test_default_layer_ids():
         ({"dflash_config": {"target_layer_ids": [1, True]}}, "ascending"),
         ({"dflash_config": {"output_multiplier": -1.0}}, "output_multiplier = -1.0"),
         ({"dflash_config": {"final_logit_softcapping": 0}}, "final_logit_softcapping = 0"),
-        ({"dflash_config": {"variable_block_size": 1}}, "variable_block_size = 1"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),
@@ -85,7 +110,8 @@ def test_default_layer_ids():
 def test_bad_fields_are_named(tmp_path, change, words):
     with pytest.raises(Refusal, match=r"config\.json") as caught:
         load_config(write(tmp_path, draft_config(**change)))
-    assert words in str(caught.value)
+    assert words in caught.value.what
+    assert whole_sentences(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +119,9 @@ def test_bad_fields_are_named(tmp_path, change, words):
     [("{", "cannot be read as JSON"), ("[]", "not a JSON object"), ("{}", "no DFlash draft")],
 )
 def test_bad_files(tmp_path, text, words):
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(Refusal, match=words) as caught:
         load_config(write(tmp_path, text))
+    assert whole_sentences(caught.value)
 
 
 def test_missing_folder_and_config(tmp_path):
@@ -102,6 +129,24 @@ def test_missing_folder_and_config(tmp_path):
         load_config(tmp_path / "nowhere")
     with pytest.raises(Refusal, match="does not exist"):
         load_config(tmp_path)
+
+
+BROKEN_MASKS = {
+    "text": lambda file: file.write_text("hello there"),
+    "nothing": lambda file: file.write_text(""),
+    "code": lambda file: torch.save(Path.home, file),
+    "another size": lambda file: torch.save(torch.zeros(HIDDEN + 1), file),
+    "another mask": lambda file: torch.save({"mask_token_id": 0, "mask": torch.zeros(1)}, file),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_MASKS)
+def test_a_broken_mask_embedding_is_refused(tmp_path, how):
+    BROKEN_MASKS[how](tmp_path / "mask_embedding.pt")
+    config = load_config(write(tmp_path, draft_config()))
+    with pytest.raises(Refusal, match=r"mask_embedding\.pt") as caught:
+        read_mask_embedding(config)
+    assert whole_sentences(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +162,15 @@ def test_misfits_are_found(tmp_path, target, words):
     draft = load_config(write(tmp_path, draft_config()))
     good = {"path": "t", "num_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     assert misfits(draft, Target(**good)) == []
-    assert any(words in problem.what for problem in misfits(draft, Target(**good | target)))
+    found = misfits(draft, Target(**good | target))
+    assert any(words in refusal.what for refusal in found)
+    assert all(map(whole_sentences, found))
 
 
 def test_layer_beyond_the_target(tmp_path):
     config = without(draft_config(dflash_config={"target_layer_ids": [0, 4]}), "num_target_layers")
     draft = load_config(write(tmp_path, config))
     target = Target(path="t", num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)
-    assert [p.what for p in misfits(draft, target)] == [
-        "target_layer_ids [4] lie beyond the target's layers 0..3."
+    assert [refusal.what for refusal in misfits(draft, target)] == [
+        "The target_layer_ids [4] lie beyond the target's layers 0..3."
     ]

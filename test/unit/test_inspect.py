@@ -43,8 +43,18 @@ def test_json(capsys):
 def test_for_people(capsys):
     assert main(["inspect", str(DRAFT), "--target", str(TARGET)]) == 0
     out = capsys.readouterr().out
-    for words in ("zlab", "up to 16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
+    for words in ("zlab", "16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
         assert words in out
+
+
+def test_block_size_is_the_checkpoints_number(capsys, tmp_path):
+    """With sample_from_anchor too, where a block is one position longer than the draft reads."""
+    config = draft_config(dflash_config={"sample_from_anchor": True})
+    draft = str(write_draft(tmp_path, config, draft_weights(config)))
+    assert main(["inspect", draft, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["block_size"] == 8
+    assert main(["inspect", draft]) == 0
+    assert "8 (8 drafts)" in capsys.readouterr().out
 
 
 def test_misfit(capsys, tmp_path):
@@ -195,7 +205,9 @@ def test_json_keeps_its_shape(tmp_path, capsys, what):
     report = json.loads(capsys.readouterr().out)
     assert {name: type(value) for name, value in report.items()} == JSON_TYPES
     assert set(report["target_layer_ids"]) == {"transformers", "sglang"}
-    assert all(problem.keys() == {"what", "fix"} for problem in report["problems"])
+    for problem in report["problems"]:
+        assert problem.keys() == {"what", "fix"}
+        assert all(half[0].isupper() and half.endswith(".") for half in problem.values())
     assert report["fits"] == (not report["problems"]) == (what == "sound")
 
 
@@ -218,6 +230,22 @@ def test_every_row_for_people(tmp_path, capsys):
     rows += ("theta 10000", "12", "causal", "512", "of its parameters", "fits")
     for words in rows:
         assert words in out
+
+
+@pytest.mark.parametrize("name", ["config.json", "text_config"])
+def test_a_target_without_sizes(tmp_path, capsys, name):
+    raw = {} if name == "config.json" else {"text_config": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main(["inspect", str(DRAFT), "--target", str(tmp_path), "--json"]) == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert "is no target's config" in problem["what"]
+    assert "hidden_size" in problem["what"]
+    assert problem["fix"] == "Give the folder of a target as --target."
+
+
+def test_brackets_are_no_markup(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "[red]draft")]) == 2
+    assert "[red]draft" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_path_that_does_not_exist(capsys):

@@ -1,4 +1,4 @@
-"""The draft's configuration, resolved once from its checkpoint; nobody below parses anything."""
+"""The configuration of a draft, read once from its checkpoint. Later modules parse nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a block position of one draft layer may see."""
+    """Keys that a block position of one draft layer may attend to."""
 
-    causal: bool = False  # in the block: itself and what is before it, else the whole block
-    window: int | None = None  # tokens of a sliding window, None: all of the context
-    anchored: bool = False  # the window counts back from the anchor for the whole block (it ends
-    # at the anchor, exclusive), else from each position for itself (and includes it)
+    # In the block: the position itself and those before it. Else the whole block.
+    causal: bool = False
+    # Length in tokens of a sliding window. None: the whole context.
+    window: int | None = None
+    # The whole block has one window, which ends before the anchor. Else each position has its own,
+    # which ends at the position and includes it.
+    anchored: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,15 @@ class Rope:
 class DFlashConfig:
     """A DFlash draft as the worker sees it.
 
-    `target_layer_ids` counts as z-lab does: k is the output of target layer k, which is
+    `target_layer_ids` counts as z-lab does: id k is the output of target layer k, which is
     Transformers' `hidden_states[k + 1]`.
     """
 
     path: str
     format: str  # adapter that read it, as in `checkpoint.FORMATS`
-    block_size: int  # the most tokens that the draft read at once in training, anchor included
+    # Positions that the draft reads at once in training: the anchor and masks. It is the
+    # `block_size` of the checkpoint.
+    draft_width: int
     sample_from_anchor: bool  # position j predicts token j + 1, the anchor's position too
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # ascending
@@ -47,34 +52,38 @@ class DFlashConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int  # of the target
+    vocab_size: int  # the target's
     rms_norm_eps: float
     attention_bias: bool
     max_position_embeddings: int
-    attention: tuple[LayerAttention, ...]  # a layer each
-    rope: tuple[Rope, ...]  # a layer each
+    attention: tuple[LayerAttention, ...]  # one per layer
+    rope: tuple[Rope, ...]  # one per layer
 
-    variable_block_size: bool = False  # trained on shorter blocks, too: fewer masks do no harm
-    embedding_scale: float | None = None  # of raw token embeddings, None: as the target has them
-    own_embedding: bool = False  # the checkpoint brings embed_tokens, else the target's serves
+    embedding_scale: float | None = None  # of raw embeddings, None: the target's own scale
+    own_embedding: bool = False  # the checkpoint holds embed_tokens, else the target's is used
     draft_vocab_size: int | None = None  # rows of the checkpoint's own lm_head, None: the target's
-    vocabulary_map: bool = False  # the checkpoint brings d2t
+    vocabulary_map: bool = False  # the checkpoint holds d2t
     mask_embedding: bool = False  # mask_embedding.pt lies beside the config
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
 
     @property
-    def verify_width(self) -> int:
-        """Tokens of a whole block as the target verifies it, anchor included."""
-        return self.block_size + self.sample_from_anchor
+    def block_size(self) -> int:
+        """Positions of a whole block as the target verifies it: the anchor and every draft."""
+        return self.draft_width + self.sample_from_anchor
+
+    @property
+    def quantization_method(self) -> str | None:
+        """Method of the checkpoint's quantisation."""
+        return (self.quantization or {}).get("quant_method")
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes of draft KV that a token takes over all ranks, at `itemsize` bytes a value."""
+        """Bytes of draft KV that a token takes over all ranks, at `itemsize` bytes per value."""
         return 2 * itemsize * self.num_layers * self.num_kv_heads * self.head_dim
 
     def hf_config(self) -> dict[str, Any]:
         """Keyword arguments of a `Qwen3Config` that describes the draft to SGLang.
 
-        SGLang sizes pools and picks quantisation by it; the model is built from this class.
+        SGLang sizes its pools and picks the quantisation by it. The model is built from this class.
         """
         described = {
             "architectures": ["DFlashDraftModel"],

@@ -1,0 +1,201 @@
+"""`sglang-dflash inspect`: describes a draft and checks it, from its configs and headers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from sglang_dflash.checkpoint import hub, load
+from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
+from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
+from sglang_dflash.checkpoint.fit import Target, defects, keeps_state, misfits
+from sglang_dflash.checkpoint.tensors import Tensors, read_headers
+from sglang_dflash.errors import Refusal
+
+TARGET_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
+
+
+@dataclass
+class Report:
+    """The findings about a draft. A part that could not be read is None."""
+
+    draft: DFlashConfig | None = None
+    tensors: Tensors | None = None
+    target: Target | None = None
+    target_parameters: int = 0
+    mask_token: str | None = None
+    problems: list[Refusal] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of `--json`. Without a draft they keep their types: sizes are 0, ids -1."""
+        draft = self.draft
+        ids = draft.target_layer_ids if draft else ()
+        return {
+            "fits": not self.problems,
+            "format": draft.format if draft else "unknown",
+            "block_size": draft.draft_width if draft else 0,  # the checkpoint's own number
+            "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
+            "mask_token_id": draft.mask_token_id if draft else -1,
+            "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else 0,
+            "parameters": self.tensors.parameters if self.tensors else 0,
+            "problems": [{"what": p.what, "fix": p.fix} for p in self.problems],
+        }
+
+
+def inspect(draft_name: str, target_name: str | None) -> Report:
+    """Read and check a draft, alone or beside a target. Both names are folders or hub ids.
+
+    Raises no `Refusal`: each one becomes a problem of the report.
+    """
+    report = Report()
+    with _noting(report):
+        _read_draft(report, draft_name)
+    if target_name is not None:
+        with _noting(report):
+            _read_target(report, target_name)
+    if report.draft is not None and report.target is not None:
+        report.problems += misfits(report.draft, report.target)
+    return report
+
+
+@contextlib.contextmanager
+def _noting(report: Report) -> Iterator[None]:
+    """A `Refusal` in the body becomes a problem of the report."""
+    try:
+        yield
+    except Refusal as refusal:
+        report.problems.append(refusal)
+
+
+def _read_draft(report: Report, name: str) -> None:
+    """Set the report's draft and tensors, and add its defects. Raises `Refusal`."""
+    folder = hub.config_folder(name)
+    try:
+        report.draft, report.tensors = load(folder, hub.remote_headers(name, folder))
+    except Refusal:
+        # Broken weights hide no other problem: the config alone may be sound.
+        with contextlib.suppress(Refusal):
+            report.draft, _ = load(folder, headers=Tensors(folder))
+        raise
+    report.problems += defects(report.draft, report.tensors, report.draft.draft_width)
+    if not report.tensors.known:
+        raise Refusal(f"The folder {folder} holds no safetensors file.", FETCH_AGAIN)
+
+
+def _read_target(report: Report, name: str) -> None:
+    """Set the report's target and its parameters, and the text of the mask. Raises `Refusal`."""
+    folder = hub.config_folder(name)
+    report.target = _target(folder)
+    headers = hub.remote_headers(name, folder) or read_headers(folder, rename=str)
+    report.target_parameters = headers.parameters
+    tokenizer = folder / "tokenizer.json"
+    if report.draft is not None and tokenizer.is_file():
+        mask = report.draft.mask_token_id
+        report.mask_token = Tokenizer.from_file(str(tokenizer)).id_to_token(mask)
+
+
+def _target(folder: Path) -> Target:
+    """The target that config.json describes, by its `text_config` if it has one."""
+    file = folder / "config.json"
+    raw = read_json(file)
+    text = raw.get("text_config") or raw
+    if not isinstance(text, dict):
+        text = {}
+    missing = [name for name in TARGET_FIELDS if not isinstance(text.get(name), int)]
+    if missing:
+        raise Refusal(
+            f"The file {file} is no target's config: it has no {' and no '.join(missing)}.",
+            "Give the folder of a target as --target.",
+        )
+    return Target(
+        path=str(folder),
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        keeps_state=keeps_state(text),
+    )
+
+
+def run(draft: str, target: str | None, as_json: bool) -> int:
+    """Print the report. Returns 0 if the draft fits, 2 if it does not or cannot be read."""
+    report = inspect(draft, target)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        show(report, Console())
+    return 2 if report.problems else 0
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report for people."""
+    if report.draft is not None:
+        table = Table(show_header=False)
+        for name, value in _rows(report, report.draft).items():
+            table.add_row(name, escape(str(value)))
+        console.print(table)
+    for problem in report.problems:
+        what, fix = escape(problem.what), escape(problem.fix)
+        console.print(f"[bold red]does not fit:[/] {what} [bold]{fix}[/]")
+    if not report.problems:
+        console.print("fits" if report.target else "sound (no --target to compare with)")
+
+
+def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
+    """Name and value of each row of the table."""
+    rows: dict[str, Any] = {
+        "format": draft.format,
+        "block size": f"{draft.draft_width} ({draft.block_size - 1} drafts)",
+        "layers": f"{draft.num_layers} x {draft.hidden_size}",
+        "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
+        "layer ids, SGLang": list(draft.target_layer_ids),
+        "mask": f"{draft.mask_token_id} {report.mask_token or ''}".strip(),
+        "vocabulary": _vocabulary(draft),
+        "RoPE": _ropes(draft),
+        "attention": _attention(draft),
+        "KV bytes a token": draft.kv_bytes_per_token(),
+    }
+    if report.tensors is not None:
+        rows["parameters"] = f"{report.tensors.parameters:,}"
+        if report.target_parameters:
+            share = report.tensors.parameters / report.target_parameters
+            rows["cost beside the target"] = f"{share:.1%} of its parameters"
+    return rows
+
+
+def _vocabulary(draft: DFlashConfig) -> str:
+    if draft.draft_vocab_size is None:
+        return f"{draft.vocab_size}, the target's"
+    mapped = ", mapped by d2t" if draft.vocabulary_map else ""
+    return f"{draft.draft_vocab_size} of {draft.vocab_size}{mapped}"
+
+
+def _ropes(draft: DFlashConfig) -> str:
+    """Each different RoPE of the layers, once."""
+    distinct: list[Rope] = []
+    for rope in draft.rope:
+        if rope not in distinct:
+            distinct.append(rope)
+    return "; ".join(f"theta {rope.theta:g} {rope.scaling or ''}".strip() for rope in distinct)
+
+
+def _attention(draft: DFlashConfig) -> str:
+    """The attention of each layer, by its number."""
+    return "; ".join(f"{i}: {_view(view)}" for i, view in enumerate(draft.attention))
+
+
+def _view(view: LayerAttention) -> str:
+    text = "full" if view.window is None else f"window {view.window}"
+    if view.anchored:
+        text += " from the anchor"
+    if view.causal:
+        text += ", causal"
+    return text
