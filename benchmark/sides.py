@@ -105,21 +105,29 @@ def make_side(
 def serving(
     sides: list[Side], failed: Callable[[str, ServerFailed], None] | None = None
 ) -> Iterator[dict[str, Server]]:
-    """All servers, started at the same time; ended however the block is left.
+    """All servers, ended however the block is left.
 
-    A side that does not start is told to `failed` and left out; without it, it ends the run.
+    On a GPU they start at the same time. On a CPU they start one after another: they share its
+    cores, and ours measures step times while it starts. A side that does not start is reported to
+    `failed` and left out; without it, it ends the run.
     """
     with contextlib.ExitStack() as stack:
         servers = {}
-        for side in sides:
-            servers[side.name] = Server(side.flags, side.environment)
-            stack.callback(servers[side.name].stop)
-        for name, server in list(servers.items()):
+
+        def start(side: Side) -> Server:
+            server = Server(side.flags, side.environment)
+            stack.callback(server.stop)
+            return server
+
+        started = [start(side) for side in sides] if torch.cuda.is_available() else []
+        for i, side in enumerate(sides):
+            server = started[i] if started else start(side)
             try:
                 server.__enter__()
             except ServerFailed as error:
                 if failed is None:
                     raise
-                failed(name, error)
-                del servers[name]
+                failed(side.name, error)
+            else:
+                servers[side.name] = server
         yield servers

@@ -1,4 +1,4 @@
-"""What DFLASH changes inside SGLang: one function a seam, named in `plugin.py`."""
+"""Our side of the hooks into SGLang: one function a seam, named in `hook_table.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from transformers import Qwen3Config
 
 from sglang_dflash import server_args as rules
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.config import DFlashConfig
-from sglang_dflash.core.slots import ceil_align, reserved_end
+from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
-from sglang_dflash.flags import reserved_tokens
 from sglang_dflash.model.vocabulary import logits_processor
+from sglang_dflash.runtime.metrics import AcceptanceHistogram
 
 
 def validate_request(req: Any) -> str | None:
@@ -50,7 +49,7 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class CaptureConfig:
-    """What `ModelRunner` asks of `parse_dflash_draft_config`, answered from our config."""
+    """The answers that `ModelRunner` wants from `parse_dflash_draft_config`, from our config."""
 
     def __init__(self, config: DFlashConfig) -> None:
         self.num_target_layers = config.num_target_layers
@@ -71,8 +70,8 @@ def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
 def capture_layers(original: Any, runner: Any) -> None:
     """AROUND `ModelRunner.init_aux_hidden_state_capture`: the last layer is a layer, too.
 
-    SGLang captures before layer k + 1, which does not exist for the last layer: its output is what
-    the LM head reads, so the logits processor appends that (see `append_final_state`). It is also
+    SGLang captures before layer k + 1, which does not exist for the last layer. The LM head reads
+    that layer's output, so the logits processor appends it (see `append_final_state`). It is also
     Transformers' `hidden_states[L]`, the state after the final norm, which drafts are trained on.
     """
     if not runner.dflash_use_aux_hidden_state:
@@ -156,19 +155,18 @@ def meta_info(
     Entry p - 1 counts the steps that accepted the draft at block position p.
     """
     histogram = meta_info.get("spec_correct_drafts_histogram")
-    args = tokenizer_manager.server_args
-    if histogram is None or args.speculative_algorithm != "DFLASH":
+    if not isinstance(histogram, AcceptanceHistogram):
         return
-    size = args.speculative_num_draft_tokens
-    if len(histogram) > size:  # blocks were cut: see `Committer._commit_requests`
-        verified, histogram = histogram[size], histogram[:size]
-        meta_info["spec_correct_drafts_histogram"] = histogram
-        meta_info["spec_accept_histogram"] = histogram
-        meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
-        # 0 drafts: each step may have verified the anchor alone
-        meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
+    # JSON knows no type of ours.
+    meta_info["spec_correct_drafts_histogram"] = counts = list(histogram)
+    meta_info["spec_accept_histogram"] = counts
+    verified = histogram.num_verified
+    meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
+    # Each step may have verified the anchor alone.
+    meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
+    block_size = tokenizer_manager.server_args.speculative_num_draft_tokens
     meta_info["spec_accepted_per_position"] = [
-        sum(histogram[position:]) for position in range(1, size)
+        sum(counts[position:]) for position in range(1, block_size)
     ]
 
 
@@ -184,21 +182,14 @@ def streamed_logprobs(
 
 
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:
-    """AROUND `ScheduleBatch.new_tokens_required_next_decode`: what `Slots.reserve` will take.
+    """AROUND `ScheduleBatch.new_tokens_required_next_decode`: as many as `Slots.reserve` takes.
 
     SGLang counts a whole block a request, as if the slots that a request keeps were not its own.
     """
     if not batch.spec_algorithm.is_dflash():
         return int(original(batch, selected_indices))
-    page = batch.token_to_kv_pool_allocator.page_size
-    width = batch.req_to_token_pool.req_to_token.shape[1]
-    count = reserved_tokens(get_global_server_args())
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
-    return sum(
-        ceil_align(max(end, req.kv_allocated_len), page) - ceil_align(req.kv_allocated_len, page)
-        for req in reqs
-        if (end := reserved_end(req.kv_committed_len, count, page, width))
-    )
+    return int(batch.req_to_token_pool.dflash_slots.needed(reqs))
 
 
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
@@ -226,7 +217,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
 def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end behind the context.
 
-    FA3's page tables are as wide as the context; rows behind it would be read from nowhere.
+    FA3's page tables are as wide as the context, and have no pages for positions behind it.
     """
     if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
         backend.max_context_len += runner.server_args.speculative_num_draft_tokens

@@ -108,11 +108,10 @@ class Server:
             )
 
     def __enter__(self) -> Server:
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.stop)
             self._wait()
-        except BaseException:
-            self.stop()
-            raise
+            failed.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

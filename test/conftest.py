@@ -4,9 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# SGLang's modules look when they are imported. The rehearsal pretends that there is a GPU.
+if not torch.cuda.is_available() and "DFLASH_REHEARSAL" not in os.environ:
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # unless a test asks: accepted drafts are counted
 
 

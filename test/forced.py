@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.runtime.drafter import Drafter
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.draft_ahead import DraftAhead
+from sglang_dflash.runtime.propose import Drafter
+
+
+def put_drafter(worker: Any, drafter: Any) -> None:
+    """Let every draft of a running worker be this one's."""
+    worker.drafter = drafter
+    if isinstance(worker.next_draft, DraftAhead):
+        worker.next_draft._drafter = drafter
 
 
 @dataclass
@@ -49,4 +57,4 @@ class Forced:
                 right = ahead[j - 1] if j <= len(ahead) else 0
                 tokens[row, j] = right if j <= count else (right + 1) % self.vocab_size
         assert torch.equal(tokens[:, 0], block.token_ids[:, 0])
-        return DFlashBlock(tokens, block.position_ids, block.slots, block.probability)
+        return DFlashBlock(tokens, block.position_ids, block.slots, block.probabilities)

@@ -2,8 +2,8 @@
 
 At block position j one-token decoding would have seen the output so far plus block tokens 0..j: the
 anchor and the drafts up to j. Only the columns of the block's own tokens differ from what the
-output so far gives, so each row is penalised once by the output so far, and those few columns are
-computed anew.
+output so far gives, so each position is penalised once by the output so far, and those few columns
+are computed anew.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass
 class Penalty:
-    """One kind of penalty over the output before the anchor, a row a request."""
+    """One kind of penalty over the output before the anchor."""
 
-    state: Tensor  # [B, V] what each token carries now
-    step: Tensor  # [B, 1] what an occurrence adds or sets
+    state: Tensor  # [B, V] the penalty of each token now
+    step: Tensor  # [B, 1] added or set by an occurrence
 
 
 @dataclass
@@ -33,7 +33,7 @@ class MinLength:
 
 @dataclass
 class Penalties:
-    """What a batch asks for; None where no request of it does. Tensors are updated in place.
+    """The penalties of a batch, None where no request asks. Tensors are updated in place.
 
     They are SGLang's own (`penaltylib`), so its filter and merge keep them with their requests.
     """
@@ -50,12 +50,12 @@ class Penalties:
         """
         base = [None if p is None else p.state[:, None] for p in self._kinds()]
         if block is None:
-            _bend(logits, *base)
+            _penalise(logits, *base)
         else:
             columns = block[:, None, :].expand(-1, block.shape[1], -1)  # [B, w, w]: row j, token k
             own = logits.gather(2, columns)
-            _bend(logits, *base)
-            _bend(own, *self._at_block(block))
+            _penalise(logits, *base)
+            _penalise(own, *self._at_block(block))
             logits.scatter_(2, columns, own)
         if self.min_length is not None:
             seen = torch.arange(logits.shape[1], device=logits.device) + (block is not None)
@@ -98,7 +98,7 @@ class Penalties:
             self.min_length.length += count[:, None].to(self.min_length.length.dtype)
 
 
-def _bend(
+def _penalise(
     logits: Tensor, frequency: Tensor | None, presence: Tensor | None, repetition: Tensor | None
 ) -> None:
     """Subtract, then scale, in place; penalties broadcast over logits."""

@@ -1,1 +1,1 @@
-"""What lets SGLang 0.5.13.post1 run without a GPU, with any speculative algorithm or none."""
+"""SGLang 0.5.13.post1 without a GPU, with any speculative algorithm or none."""

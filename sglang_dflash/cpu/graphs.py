@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -49,6 +49,10 @@ class NotCapturable(Exception):
     """Why a replay could differ from the forward."""
 
 
+# Errors of a model that looks at an `Unknown`, or that cannot run in `Capture`.
+CAPTURE_ERRORS = (NotCapturable, AttributeError, RuntimeError, TypeError, ValueError)
+
+
 class Unknown:
     """In place of what a batch tells the host: a forward that looks at it cannot be captured."""
 
@@ -63,7 +67,7 @@ class Capture(TorchFunctionMode):
     """Lists the calls of torch in a forward."""
 
     def __init__(self, given: dict[str, object], weights: list[Tensor]) -> None:
-        """given: what a replay is handed anew, by name; weights: what is the same in all."""
+        """given: arguments of every replay, by name; weights: tensors that are the same in all."""
         super().__init__()
         self._given, self._weights = tuple(given), {id(weight) for weight in weights}
         self._names = {id(value): name for name, value in given.items()}
@@ -158,27 +162,35 @@ def _compiled(source: str) -> CodeType:
 
 
 class CpuGraphs:
-    """Takes the place of SGLang's piecewise CUDA graph runner, for drafts and verifies."""
+    """In the place of SGLang's piecewise CUDA graph runner, for forwards of blocks."""
 
-    def __init__(self, runner: ModelRunner, *shared: Any) -> None:
-        """shared: other models whose modules the runner's forward runs."""
-        self._runner, self._models = runner, (runner.model, *shared)
-        modules = [module for model in self._models for module in model.modules()]
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-        planned = hasattr(runner.model, "prepare_forward_batch")
-        self._works = not (hooked or planned or runner.msprobe_debugger)
+    capture_hidden_mode = CaptureHiddenMode.NULL  # of the forwards that are captured
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
         self._repeated: set[str] = set()  # sources whose replay was seen to give the same
+        _RUNNERS.add(runner)
         self.forget()
-        _MADE.add(self)
 
     def forget(self) -> None:
-        """Capture anew from now on: weights may be other tensors."""
+        """Capture anew from now on: weights may be other tensors.
+
+        A forward may run modules of the other models of this process, as a draft does that shares
+        its target's embedding.
+        """
+        models = [runner.model for runner in _RUNNERS]
+        modules = [module for model in models for module in model.modules()]
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        planned = hasattr(self._runner.model, "prepare_forward_batch")
+        self._works = not (hooked or planned or self._runner.msprobe_debugger)
         self._graphs: dict[Any, Graph] = {}
-        self._weights = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+        self._weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
 
     def can_run(self, batch: ForwardBatch) -> bool:
+        if not self._works or not batch.forward_mode.is_target_verify():
+            return False
         few = len(batch.input_ids) <= MOST_TOKENS
-        return self._works and few and bool(batch.forward_mode.is_target_verify())
+        return few and batch.capture_hidden_mode == self.capture_hidden_mode
 
     def replay(self, batch: ForwardBatch, **others: object) -> LogitsProcessorOutput:
         """A forward of the batch, captured if it is the first of its kind; others: None each."""
@@ -189,10 +201,10 @@ class CpuGraphs:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
             self._graphs[kind], output = self._capture(batch, others)
-        except Exception as error:  # noqa: BLE001 - an error of the model's own comes again below
+        except CAPTURE_ERRORS as error:  # the model's own error comes again below
             self._works = False
             name = type(self._runner.model).__name__
-            logger.info(f"DFLASH: no CPU graphs for {name}: {error}. Its forwards run as they are.")
+            logger.info(f"No CPU graphs for {name}: {error}. Its forwards run in their modules.")
             output = self._forward(batch, others)
         return output
 
@@ -247,25 +259,24 @@ def _selects_by_value(name: str, args: Any) -> bool:
     return by_mask or (name == "where" and len(args) == 1)
 
 
-_MADE: WeakSet[CpuGraphs] = WeakSet()
+_RUNNERS: WeakSet[ModelRunner] = WeakSet()  # of this process
+
+
+def init_cpu_graphs(_: None, runner: ModelRunner, force_for_draft_worker: bool = False) -> None:
+    """AFTER `ModelRunner.init_piecewise_cuda_graphs`: small forwards are captured from now on.
+
+    Several ranks capture nothing: they exchange results by calls that are none of torch's
+    functions.
+    """
+    if runner.is_draft_worker and not force_for_draft_worker:
+        return
+    make_lean(runner.model)
+    if runner.tp_size == 1:
+        runner.piecewise_cuda_graph_runner = CpuGraphs(runner)
 
 
 def forget(*_: object, **__: object) -> None:
-    """AFTER `ModelRunner.update_weights_from_..`: what was captured reads the old weights."""
-    for graphs in _MADE:
-        graphs.forget()
-
-
-def use_graphs(target: ModelRunner, draft: ModelRunner) -> None:
-    """On a CPU: lean norms and RoPEs in both, and small forwards captured from now on.
-
-    Several ranks capture nothing: they exchange what they computed by calls that are none of
-    torch's functions.
-    """
-    if target.device != "cpu":
-        return
-    make_lean(target.model)
-    make_lean(draft.model)
-    if target.tp_size == 1:
-        target.piecewise_cuda_graph_runner = CpuGraphs(target)
-        draft.piecewise_cuda_graph_runner = CpuGraphs(draft, target.model)
+    """AFTER `ModelRunner.update_weights_from_..`: captured forwards read the old weights."""
+    for runner in _RUNNERS:
+        if isinstance(runner.piecewise_cuda_graph_runner, CpuGraphs):
+            runner.piecewise_cuda_graph_runner.forget()

@@ -14,17 +14,6 @@ logger = logging.getLogger(__name__)
 KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
 
 
-def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `ModelRunner._get_attention_backend_from_str`: our class is `torch_native`."""
-    if name != "torch_native":
-        return original(runner, name, *args, **kwargs)
-    from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
-
-    from sglang_dflash.cpu.attention import RealRowsAttention
-
-    return attn_backend_wrapper(runner, RealRowsAttention(runner))
-
-
 def no_kv_copy_kernel(pool: Any) -> None:
     """REPLACE `MHATokenToKVPool._init_kv_copy_and_warmup`: nothing moves KV on this path."""
     pool._kv_copy_config = None
@@ -41,7 +30,7 @@ def alloc_extend(
     num_new_pages: int | None = None,
 ) -> Tensor | None:
     """REPLACE `PagedTokenToKVPoolAllocator.alloc_extend`."""
-    from sglang_dflash.cpu.slots import grow
+    from sglang_dflash.cpu.paged_growth import grow
 
     page = allocator.page_size
     growth = grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), page)

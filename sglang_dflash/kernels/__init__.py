@@ -1,1 +1,40 @@
-"""Each Triton kernel beside its torch twin, same signature."""
+"""Triton kernels. Each lies beside its torch twin, and `Kernels.on` chooses between them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.kernels import accept, argmax, next_block, store_kv
+
+
+class Kernels(NamedTuple):
+    """The kernels of a device. Their launch functions have the signatures."""
+
+    next_block: Callable[..., next_block.NextBlock]
+    largest: Callable[..., argmax.Largest]
+    accept: Callable[..., Accepted]
+    store_kv: Callable[..., None]
+    written: Callable[..., tuple[Tensor, ...]]  # the tokens that are worth their projection
+
+    @classmethod
+    def on(cls, device: str) -> Kernels:
+        """device: its type, "cuda" for Triton. Any other device runs the torch twins."""
+        if device == "cuda":
+            return cls(
+                next_block.launch_next_block,
+                argmax.launch_largest,
+                accept.launch_accept,
+                store_kv.launch_store_kv,
+                store_kv.all_tokens,
+            )
+        return cls(
+            next_block.next_block_in_torch,
+            argmax.largest_in_torch,
+            accept.accept_in_torch,
+            store_kv.store_kv_in_torch,
+            store_kv.written_tokens,
+        )

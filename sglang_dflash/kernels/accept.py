@@ -1,79 +1,112 @@
-"""Acceptance in one launch: what the host reads, the next anchors and the next lengths."""
+"""Acceptance in one launch: the copy for the host, the next anchors, lengths and KV slots."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.core.accept import Accepted, accept_in_torch
-
-
-def accept_block(
-    block: Tensor, target_ids: Tensor, seq_lens: Tensor, most: int, given: Tensor | None = None
-) -> Accepted:
-    """The rule of `core.accept`, or what is given, and what follows from it.
-
-    block: [B, w] int64, rows contiguous, column 0 is the anchor; target_ids: [B, w] int64,
-    contiguous; seq_lens: [B] int64, tokens before the anchor; most: the new lengths' bound; given:
-    [B] int64 in 0..w-1, the number of drafts to accept, None: the rule's.
-    """
-    run = launch_accept if block.is_cuda else accept_in_torch
-    return run(block, target_ids, seq_lens, most, given)
+from sglang_dflash.core.acceptance import Accepted, accept
 
 
 def launch_accept(
-    block: Tensor, target_ids: Tensor, seq_lens: Tensor, most: int, given: Tensor | None = None
+    block: Tensor,
+    target_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    most: int,
+    given: Tensor | None = None,
 ) -> Accepted:
-    """One program a request; `core.accept.accept_in_torch` is its twin."""
-    rows, width = target_ids.shape
+    """Apply the rule of `core.acceptance`, or accept a given number of drafts.
+
+    block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, contiguous; slots:
+    [B, w] int64, KV slots of the block; seq_lens: [B] int64, tokens before the anchor; most: upper
+    bound of the new lengths; given: [B] int64 in 0..w-1, the number of drafts to accept, or None
+    for the rule. Rows of `block` and `slots` are contiguous. One program a request.
+    """
+    requests, width = target_ids.shape
     assert target_ids.is_contiguous()
     assert seq_lens.is_contiguous()
-    assert block.stride(1) == 1
-    packed = target_ids.new_empty(rows, width + 1)
-    bonus, lens = target_ids.new_empty(rows), target_ids.new_empty(rows)
-    _accept[(rows,)](
+    assert block.stride(1) == slots.stride(1) == 1
+    accepted = Accepted(
+        packed=target_ids.new_empty(requests, width + 1),
+        bonus=target_ids.new_empty(requests),
+        lens=target_ids.new_empty(requests),
+        kv_slots=target_ids.new_empty(requests, width),
+    )
+    _accept[(requests,)](
         block,
         target_ids,
+        slots,
         seq_lens,
         given,
-        packed,
-        bonus,
-        lens,
+        *accepted,
         most,
         block.stride(0),
+        slots.stride(0),
         width=width,
         padded=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return Accepted(packed, bonus, lens)
+    return accepted
+
+
+def accept_in_torch(
+    block: Tensor,
+    target_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    most: int,
+    given: Tensor | None = None,
+) -> Accepted:
+    """The twin of `launch_accept`."""
+    if given is None:
+        num_accepted, bonus = accept(block, target_ids)
+    else:
+        num_accepted = given
+        bonus = target_ids.gather(1, given[:, None]).squeeze(1)
+    position = torch.arange(target_ids.shape[1], device=target_ids.device)
+    rejected = position > num_accepted[:, None]  # [B, w]
+    return Accepted(
+        packed=torch.cat([target_ids, num_accepted[:, None]], dim=1),
+        bonus=bonus,
+        lens=(seq_lens + num_accepted + 1).clamp(max=most),
+        kv_slots=slots.masked_fill(rejected, 0),
+    )
 
 
 # Annotations other than tl.constexpr are taken for globals, which Triton refuses.
-@triton.jit(do_not_specialize=["most", "stride"])
+@triton.jit(do_not_specialize=["most", "block_stride", "slots_stride"])
 def _accept(  # type: ignore[no-untyped-def]
     block,  # [B, w] int64
     target_ids,  # [B, w] int64
+    slots,  # [B, w] int64
     seq_lens,  # [B] int64
     given,  # [B] int64 or None
     packed,  # [B, w + 1] int64
     bonus,  # [B] int64
     lens,  # [B] int64
+    kv_slots,  # [B, w] int64
     most,
-    stride,  # of a row of the block
+    block_stride,
+    slots_stride,
     width: tl.constexpr,
     padded: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    at = tl.arange(0, padded)
-    drawn = tl.load(target_ids + row * width + at, at < width, 0)
+    request = tl.program_id(0)
+    position = tl.arange(0, padded)
+    real = position < width
+    drawn = tl.load(target_ids + request * width + position, real, 0)
     if given is None:
-        draft = tl.load(block + row * stride + at + 1, at < width - 1, 0)
-        ends = (draft != drawn) | (at >= width - 1)
-        num_accepted = tl.min(tl.where(ends, at, padded)).to(tl.int64)
+        draft = tl.load(block + request * block_stride + position + 1, position < width - 1, 0)
+        ends = (draft != drawn) | (position >= width - 1)
+        num_accepted = tl.min(tl.where(ends, position, padded)).to(tl.int64)
     else:
-        num_accepted = tl.load(given + row)
-    tl.store(packed + row * (width + 1) + at, drawn, at < width)
-    tl.store(packed + row * (width + 1) + width, num_accepted)
-    tl.store(bonus + row, tl.load(target_ids + row * width + num_accepted))
-    tl.store(lens + row, tl.minimum(tl.load(seq_lens + row) + num_accepted + 1, most))
+        num_accepted = tl.load(given + request)
+    tl.store(packed + request * (width + 1) + position, drawn, real)
+    tl.store(packed + request * (width + 1) + width, num_accepted)
+    tl.store(bonus + request, tl.load(target_ids + request * width + num_accepted))
+    tl.store(lens + request, tl.minimum(tl.load(seq_lens + request) + num_accepted + 1, most))
+    slot = tl.load(slots + request * slots_stride + position, position <= num_accepted, 0)
+    tl.store(kv_slots + request * width + position, slot, real)

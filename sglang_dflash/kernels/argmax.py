@@ -1,50 +1,68 @@
-"""The largest logit of each row, read once at the speed of memory."""
+"""The largest logit of each token, read once at the speed of memory."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
-from sglang_dflash.cpu.argmax import argmax_on_cpu, largest_in_torch
-
-COLUMNS = 4096  # of a row, looked at together
-PROGRAMS = 1056  # at least, where rows are few: eight a multiprocessor of an H100
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Column of each row's largest logit, the lowest on a tie. [n, V] -> [n] int64."""
-    return launch_largest(logits, weigh=False)[0] if logits.is_cuda else argmax_on_cpu(logits)
+COLUMNS = 4096  # of the vocabulary that a program reads together
+PROGRAMS = 1056  # at least, for few tokens: eight a multiprocessor of an H100
 
 
-def largest(logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row the column of the largest logit, that logit, and the sum of exp(logit - largest).
+class Largest(NamedTuple):
+    """The largest logit of each token, a field of [n] each."""
 
-    logits: [n, V] of a float type, rows contiguous -> [n] int64, the lowest column on a tie, [n]
-    float32, and [n] float32 where weighed, else None. NaN counts as infinity.
+    column: Tensor  # int64, the lowest one on a tie
+    value: Tensor  # float32
+    mass: Tensor | None  # float32, the sum of exp(logit - largest); 1 / mass is its probability
+
+
+def launch_largest(logits: Tensor, weigh: bool = False) -> Largest:
+    """Find the largest logit of each token.
+
+    logits: [n, V] of a float type, the last dimension contiguous; weigh: compute the mass, too. NaN
+    counts as infinity. Programs share a token's logits where tokens are few.
     """
-    return (launch_largest if logits.is_cuda else largest_in_torch)(logits, weigh)
-
-
-def launch_largest(logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Programs share a row where rows are few; `cpu.argmax.largest_in_torch` is the twin."""
-    rows, size = logits.shape
+    tokens, size = logits.shape
     assert logits.stride(1) == 1
-    parts = min(triton.cdiv(size, COLUMNS), triton.cdiv(PROGRAMS, max(rows, 1)))
+    parts = min(triton.cdiv(size, COLUMNS), triton.cdiv(PROGRAMS, max(tokens, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
-
-    def room(*shape: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        made = (logits.new_empty(shape, dtype=torch.float32) for _ in range(1 + weigh))
-        return logits.new_empty(shape, dtype=torch.int64), next(made), next(made, None)
-
-    of_parts, found = room(rows, parts), room(rows)
-    shape = {"columns": COLUMNS, "num_warps": 8}
-    _largest_of_parts[(rows, parts)](logits, *of_parts, logits.stride(0), size, share, **shape)
-    # As many as there can be, so that no number of rows compiles anew while requests wait.
+    partial = _empty(logits, (tokens, parts), weigh)
+    found = _empty(logits, (tokens,), weigh)
+    _largest_of_parts[(tokens, parts)](
+        logits, *partial, logits.stride(0), size, share, columns=COLUMNS, num_warps=8
+    )
+    # The bound of `parts`, so that no number of tokens compiles anew while requests wait.
     padded = triton.next_power_of_2(triton.cdiv(size, COLUMNS))
-    _largest_of_rows[(rows,)](*of_parts, *found, parts, padded=padded)
+    _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded)
     return found
+
+
+def _empty(logits: Tensor, shape: tuple[int, ...], weigh: bool) -> Largest:
+    value = logits.new_empty(shape, dtype=torch.float32)
+    mass = torch.empty_like(value) if weigh else None
+    return Largest(logits.new_empty(shape, dtype=torch.int64), value, mass)
+
+
+def largest_in_torch(logits: Tensor, weigh: bool = False) -> Largest:
+    """The twin of `launch_largest`."""
+    column = _argmax(logits)
+    value = logits.gather(1, column[:, None]).squeeze(1).float()
+    mass = (logits.float() - value[:, None]).exp_().sum(dim=-1) if weigh else None
+    return Largest(column, value, mass)
+
+
+@wrap_torch_function(lambda logits: (logits,))  # one call for a torch function mode
+def _argmax(logits: Tensor) -> Tensor:
+    """On a CPU, PyTorch's argmax looks at one element at a time. NumPy's is vectorised."""
+    if logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 # Annotations other than tl.constexpr are taken for globals, which Triton refuses.
@@ -54,19 +72,19 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     indices,  # [n, parts] int64
     values,  # [n, parts] float32
     masses,  # [n, parts] float32 or None
-    stride,  # of a row
+    stride,  # of a token
     size,  # V
-    share,  # of a row that a program looks at
+    share,  # columns of a program
     columns: tl.constexpr,
 ):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    there = row * tl.num_programs(1) + part
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    there = token * tl.num_programs(1) + part
     at = part * share + tl.arange(0, columns)
     best, where = tl.full([columns], float("-inf"), tl.float32), at  # of each lane
     mass = tl.zeros([columns], tl.float32)
     for start in range(0, share, columns):
         here = start + at
-        logit = tl.load(logits + row * stride + here, here < size, float("-inf")).to(tl.float32)
+        logit = tl.load(logits + token * stride + here, here < size, float("-inf")).to(tl.float32)
         logit = tl.where(logit != logit, float("inf"), logit)
         if masses is not None:
             ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
@@ -82,7 +100,7 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _largest_of_rows(  # type: ignore[no-untyped-def]
+def _largest_of_tokens(  # type: ignore[no-untyped-def]
     indices,  # [n, parts] int64
     values,  # [n, parts] float32
     masses,  # [n, parts] float32 or None
@@ -92,14 +110,14 @@ def _largest_of_rows(  # type: ignore[no-untyped-def]
     parts,
     padded: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    token = tl.program_id(0)
     part = tl.arange(0, padded)
-    here = row * parts + part
+    here = token * parts + part
     each = tl.load(values + here, part < parts, float("-inf"))
     best = tl.max(each)
     first = tl.min(tl.where((each == best) & (part < parts), part, padded))
-    tl.store(index + row, tl.load(indices + row * parts + first))
-    tl.store(value + row, best)
+    tl.store(index + token, tl.load(indices + token * parts + first))
+    tl.store(value + token, best)
     if masses is not None:
         share = tl.load(masses + here, part < parts, 0.0)
-        tl.store(mass + row, tl.sum(share * tl.where(each == best, 1.0, tl.exp(each - best))))
+        tl.store(mass + token, tl.sum(share * tl.where(each == best, 1.0, tl.exp(each - best))))

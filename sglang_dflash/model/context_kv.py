@@ -1,4 +1,4 @@
-"""Context KV: the target's hidden states, projected into the draft's KV pool."""
+"""Context KV: hidden states of the target, projected into the draft's KV pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_dflash.kernels.context_kv import Pools, store_context_kv
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.store_kv import Pools
 from sglang_dflash.model.draft import DFlashDraftModel
 
-ROW_CHUNK = 4096  # tokens of a prefill projected at once
+TOKEN_CHUNK = 4096  # tokens of a prefill projected at once
 
 
 class ContextKV:
@@ -23,8 +24,8 @@ class ContextKV:
     sliced: each layer's whole QKV projection runs, and its queries are dropped.
     """
 
-    def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool) -> None:
-        self.model, self.pool = model, pool
+    def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool, kernels: Kernels) -> None:
+        self._model, self._kernels = model, kernels
         self._attention: list[Any] = [layer.self_attn for layer in model.layers]
         attention, first = self._attention, self._attention[0]
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
@@ -41,48 +42,36 @@ class ContextKV:
 
     def _stack(self, projections: list[Any]) -> Any:
         """One projection for all layers: [n, H] -> [n, L * 2 * kv]."""
-        rows = slice(self._attention[0].q_size, None)  # K, V of the fused QKV
-        weight = torch.cat([p.weight[rows] for p in projections])
+        outputs = slice(self._attention[0].q_size, None)  # K, V of the fused QKV
+        weight = torch.cat([p.weight[outputs] for p in projections])
         biases = [p.bias for p in projections]
-        bias = None if biases[0] is None else torch.cat([b[rows] for b in biases])
+        bias = None if biases[0] is None else torch.cat([b[outputs] for b in biases])
         return lambda context: F.linear(context, weight, bias)
 
     def _project_each(self, context: Tensor) -> Tensor:
         parts = [a.qkv_proj(context)[0][:, a.q_size :] for a in self._attention]
         return torch.cat(parts, dim=1)
 
-    def write(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        num_accepted: Tensor | None = None,
-    ) -> None:
-        """hidden_states: [n, >= K*H_target], features first; positions, slots: [n] int64.
+    def write(self, hidden_states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write tokens of the context.
 
-        num_accepted: [B] int64, of B requests with n / B rows each, of which the first
-        num_accepted + 1 are written: the others are projected, and the kernel passes them by. None:
-        all rows are written.
+        hidden_states: [n, >= K*H_target], features first; positions: [n] int64; slots: [n] int64, 0
+        (SGLang's dummy slot) for tokens that are not written.
         """
-        width = 1 if num_accepted is None else len(slots) // len(num_accepted)
-        assert num_accepted is None or len(slots) == width * len(num_accepted)
-        chunk = ROW_CHUNK // width  # requests
-        for start in range(0, len(slots) // width, chunk):
-            rows = slice(start * width, (start + chunk) * width)
-            some = None if num_accepted is None else num_accepted[start : start + chunk]
-            self._write(hidden_states[rows], positions[rows], slots[rows], some)
+        hidden_states, positions, slots = self._kernels.written(hidden_states, positions, slots)
+        for start in range(0, len(slots), TOKEN_CHUNK):
+            chunk = slice(start, start + TOKEN_CHUNK)
+            self._write(hidden_states[chunk], positions[chunk], slots[chunk])
 
-    def _write(
-        self, states: Tensor, positions: Tensor, slots: Tensor, num_accepted: Tensor | None
-    ) -> None:
-        features = states[:, : self.model.fc.in_features]
-        context = self.model.hidden_norm(self.model.fc(features))  # [n, H]
+    def _write(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        features = states[:, : self._model.fc.in_features]
+        context = self._model.hidden_norm(self._model.fc(features))  # [n, H]
         kv = self._project(context).view(-1, *self._shape)
         cos_sin = self._cos_sin(positions)
-        store_context_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools, num_accepted)
+        self._kernels.store_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools)
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
-        """RoPE tables at these positions, [n, L, D], or [n, 1, D] where all layers share one."""
+        """RoPE tables at these positions: [n, L, D], or [n, 1, D] if all layers share one."""
         if self._one_rope:
             table: Tensor = self._attention[0].rotary_emb.cos_sin_cache
             return table[positions][:, None]

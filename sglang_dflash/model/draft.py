@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.loading import load
-from sglang_dflash.config import DFlashConfig
+from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary
 
@@ -60,7 +61,9 @@ class DFlashAttention(nn.Module):
             sliding_window_size=-1 if view.window is None else view.window - 1,
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
-        self.attn.anchored = view.window if view.anchored else None  # read by cpu/attention.py
+        self.attn.anchored = (
+            view.window if view.anchored else None
+        )  # SGLang's layer has no field for it
         self.q_size, self.kv_size = num_heads * dim, self.num_kv_heads * dim
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: ForwardBatch) -> Tensor:
@@ -131,11 +134,11 @@ class DFlashDraftModel(nn.Module):
         self.vocabulary: Vocabulary
         self.weigh: bool
 
-    def bind(self, target: Any, weigh: bool) -> None:
-        """Take the target's vocabulary. weigh: tell the probability of each draft, too."""
+    def bind(self, target: Any, kernels: Kernels, weigh: bool) -> None:
+        """Take the target's vocabulary. weigh: compute the probability of each draft, too."""
         self.weigh = weigh
-        parts = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
-        self.vocabulary = Vocabulary(target, *parts)
+        brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
+        self.vocabulary = Vocabulary(target, kernels, *brought)
         # The checkpoint's scale is of raw embeddings; Gemma's come scaled already.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)

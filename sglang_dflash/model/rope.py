@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from sglang_dflash.config import DFlashConfig, Rope
+from sglang_dflash.checkpoint.config import DFlashConfig, Rope
 
 
 class DraftRotary(RotaryEmbedding):

@@ -10,10 +10,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dflash.kernels.argmax import largest
+from sglang_dflash.kernels import Kernels
 
 CERTAIN = 2**20  # a probability of 1 as an integer
-ROW_CHUNK = 512  # rows whose logits are alive at once; bounds memory at large batches
+TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
 
 
 def language_model(model: Any) -> Any:
@@ -42,6 +42,7 @@ class Vocabulary:
     def __init__(
         self,
         target: Any,
+        kernels: Kernels,
         embedding: nn.Module | None = None,
         lm_head: VocabParallelEmbedding | None = None,
         offsets: Tensor | None = None,
@@ -52,7 +53,7 @@ class Vocabulary:
         assert head is not None, f"{type(target).__name__} has no LM head"
         self.embed = token_embedding(target) if embedding is None else embedding
         self.lm_head = head
-        self._processor = logits_processor(target)
+        self._processor, self._kernels = logits_processor(target), kernels
         self._offsets = offsets
         self._group = get_tp_group()
         self._ranks = self._group.world_size
@@ -66,20 +67,20 @@ class Vocabulary:
     def predict(self, hidden: Tensor, weigh: bool) -> Tensor:
         """Target id of the largest logit, the lowest id on a tie, the same on every rank.
 
-        hidden: [n, H] -> [n] int64, or [n, 2] with p * CERTAIN of each where weighed. Ranks
-        exchange a few numbers a row, never the logits. Soft-capping and positive factors of the
-        logits do not move their maximum.
+        hidden: [n, H] -> [n] int64, or with `weigh` [n, 2]: the id and p * CERTAIN. Ranks exchange
+        a few numbers a token, never the logits. Soft-capping and positive factors of the logits do
+        not move their maximum.
         """
-        parts = [self._best(rows, weigh) for rows in hidden.split(ROW_CHUNK)]
+        parts = [self._best(tokens, weigh) for tokens in hidden.split(TOKEN_CHUNK)]
         ids, values = map(torch.cat, zip(*parts, strict=True))
         if self._offsets is not None:
             ids = ids + self._offsets[ids]
         return torch.stack([ids, (values * CERTAIN).long()], dim=1) if weigh else ids
 
     def _best(self, hidden: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
-        """Draft-vocabulary id and, where weighed, its probability (else its logit), [n] each."""
+        """Draft-vocabulary id, and its probability with `weigh`, else its logit: [n] each."""
         logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
-        index, value, mass = largest(logits, weigh)
+        index, value, mass = self._kernels.largest(logits, weigh)
         if self._ranks == 1:
             return index, value if mass is None else mass.reciprocal()
         # float32 holds ids below 2**24 exactly

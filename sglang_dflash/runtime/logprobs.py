@@ -6,11 +6,22 @@ from collections.abc import Sequence
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB, Sampler
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
-from sglang_dflash.runtime.draw import log_probabilities
+
+def log_probabilities(logits: Tensor, temperatures: Tensor, greedy: Tensor) -> Tensor:
+    """Log probabilities as SGLang reports them, [n, V].
+
+    logits: [n, V], with the logit rules applied; temperatures: [n, 1]; greedy: [n] bool. A drawn
+    token has the log of its rounded probability.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if not SGLANG_RETURN_ORIGINAL_LOGPROB and not bool(greedy.all()):
+        drawn = torch.softmax(logits / temperatures, dim=-1).log()
+        logprobs = torch.where(greedy[:, None], logprobs, drawn)
+    return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
 def attach_after_prefill(
@@ -29,26 +40,51 @@ def append_committed(
 ) -> None:
     """Append the log probabilities of each request's committed tokens.
 
-    logits: of each request [w, V] as the draw saw them; tokens: what it took, from its row 0 on.
+    logits: [w, V] a request, with the logit rules applied; tokens: the tokens that each request
+    took, from position 0 on.
     """
-    wanted = [(i, req, tokens[i]) for i, req in enumerate(batch.reqs) if req.return_logprob]
-    rows = torch.cat([logits[i][: len(row)] for i, _, row in wanted])
-    info, device = batch.sampling_info, rows.device
-    whose = torch.tensor([i for i, _, row in wanted for _ in row], device=device)
-    logprobs = log_probabilities(rows, info.temperatures[whose], info.top_ks[whose] <= 1)
-    flat = torch.tensor([t for *_, row in wanted for t in row], device=device)
-    values = logprobs.gather(1, flat[:, None]).squeeze(1).tolist()
-    top = max(req.logprob.top_logprobs_num for _, req, _ in wanted)
-    top_values, top_ids = ([], []) if top == 0 else (t.tolist() for t in logprobs.topk(top))
-    start = 0
-    for _, req, row in wanted:
-        here, out = slice(start, start + len(row)), req.logprob
-        start += len(row)
-        out.output_token_logprobs_val.extend(values[here])
-        out.output_token_logprobs_idx.extend(row)
-        if (most := out.top_logprobs_num) > 0:
-            out.output_top_logprobs_val.extend(v[:most] for v in top_values[here])
-            out.output_top_logprobs_idx.extend(i[:most] for i in top_ids[here])
-        if (named := out.token_ids_logprob) is not None:
-            out.output_token_ids_logprobs_val.extend(logprobs[here, named].tolist())
-            out.output_token_ids_logprobs_idx.extend([named] * len(row))
+    wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
+    taken = torch.cat([logits[i][: len(tokens[i])] for i in wanted])  # [T, V]
+    info, device = batch.sampling_info, taken.device
+    whose = torch.tensor([i for i in wanted for _ in tokens[i]], device=device)  # [T]
+    ids = torch.tensor([token for i in wanted for token in tokens[i]], device=device)  # [T]
+    logprobs = log_probabilities(taken, info.temperatures[whose], info.top_ks[whose] <= 1)
+    values = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
+    top_values, top_ids = _top(
+        logprobs, max(batch.reqs[i].logprob.top_logprobs_num for i in wanted)
+    )
+    end = 0
+    for i in wanted:
+        start, end = end, end + len(tokens[i])
+        req = batch.reqs[i]
+        req.logprob.output_token_logprobs_val.extend(values[start:end])
+        req.logprob.output_token_logprobs_idx.extend(tokens[i])
+        _append_top(req, top_values[start:end], top_ids[start:end])
+        _append_named(req, logprobs[start:end])
+
+
+def _top(logprobs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """The largest log probabilities and their ids, a list a token; nothing if none are wanted."""
+    if count == 0:
+        return [], []
+    values, ids = logprobs.topk(count)
+    return values.tolist(), ids.tolist()
+
+
+def _append_top(req: Req, values: list[list[float]], ids: list[list[int]]) -> None:
+    """Append as many of the largest as the request asks for, a list a token."""
+    count = req.logprob.top_logprobs_num
+    if count == 0:
+        return
+    for token_values, token_ids in zip(values, ids, strict=True):
+        req.logprob.output_top_logprobs_val.append(token_values[:count])
+        req.logprob.output_top_logprobs_idx.append(token_ids[:count])
+
+
+def _append_named(req: Req, logprobs: Tensor) -> None:
+    """Append those of the tokens that the request names. logprobs: [n, V]."""
+    named = req.logprob.token_ids_logprob
+    if named is None:
+        return
+    req.logprob.output_token_ids_logprobs_val.extend(logprobs[:, named].tolist())
+    req.logprob.output_token_ids_logprobs_idx.extend([named] * len(logprobs))

@@ -1,4 +1,4 @@
-"""Keeps KV slots for what comes next behind every request; one allocation serves both pools."""
+"""KV slots behind every request, for the blocks to come. One allocation serves both pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
-from sglang_dflash.core.slots import reserved_end
+from sglang_dflash.core.reservation import ceil_align, reserved_end
 
 
 class Slots:
@@ -16,6 +16,7 @@ class Slots:
         self, rows: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
     ) -> None:
         """count: tokens that must fit behind the committed ones."""
+        rows.dflash_slots = self  # for `hooks.tokens_for_next_decode`
         self.table = rows.req_to_token  # [rows, context_len + reserve] int32
         self._allocator, self._count = allocator, count
         self._page_size = allocator.page_size
@@ -29,9 +30,8 @@ class Slots:
         short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + self._count]
         if not short:
             return
-        width, page = self.table.shape[1], self._page_size
         have = [req.kv_allocated_len for req in short]
-        want = [reserved_end(req.kv_committed_len, self._count, page, width) for req in short]
+        want = [self._reserved_end(req.kv_committed_len) for req in short]
         slots = self._alloc([req.req_pool_idx for req in short], have, want)
         assert slots is not None, "a step began without the memory that check_decode_mem promises"
         sizes = [end - start for start, end in zip(have, want, strict=True)]
@@ -39,8 +39,21 @@ class Slots:
             self.table[req.req_pool_idx, req.kv_allocated_len : end] = part
             req.kv_allocated_len = end
 
+    def needed(self, reqs: list[Req]) -> int:
+        """Tokens that `reserve` will take from the allocator, in whole pages."""
+        tokens = 0
+        for req in reqs:
+            end = self._reserved_end(req.kv_committed_len)
+            if end > req.kv_allocated_len:
+                tokens += ceil_align(end, self._page_size)
+                tokens -= ceil_align(req.kv_allocated_len, self._page_size)
+        return tokens
+
+    def _reserved_end(self, committed: int) -> int:
+        return reserved_end(committed, self._count, self._page_size, self.table.shape[1])
+
     def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
-        """Slots that take these rows from `have` to `want` positions, one row's after another's."""
+        """Slots that extend these rows from `have` to `want` positions, row after row."""
         count = sum(want) - sum(have)
         if self._page_size == 1:
             return self._allocator.alloc(count)

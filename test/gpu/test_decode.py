@@ -9,14 +9,12 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
-from sglang_dflash.core.accept import accept_in_torch
-from sglang_dflash.core.block import block_in_torch
-from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
-from sglang_dflash.kernels import context_kv
-from sglang_dflash.kernels.accept import launch_accept
+from sglang_dflash.kernels import store_kv
+from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import launch_largest
-from sglang_dflash.kernels.block import launch_block
-from sglang_dflash.kernels.tables import fill_tables
+from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
+from sglang_dflash.kernels.page_tables import fill_tables
+from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.gpu.conftest import (
     DRY_RUN,
     NEAR_TIE,
@@ -173,8 +171,7 @@ def test_the_last_block_ends_behind_the_context(backend, page):
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("cut", [True, False])  # to the accepted rows of blocks
-def test_context_kv_kernel(dtype, dim, cut):
+def test_context_kv_kernel(dtype, dim):
     """The compiled kernel against its twin."""
     torch.manual_seed(0)
     n, layers, heads, size = 300, 5, 8, 4096
@@ -184,14 +181,14 @@ def test_context_kv_kernel(dtype, dim, cut):
         torch.randn(n, 1, dim, device="cuda"),
         1 + torch.randperm(size - 1, device="cuda")[:n],
     )
-    accepted = torch.randint(15, (n // 15, 16), device="cuda")[:, -1] if cut else None
+    slots[::7] = 0  # not written
     written = []
-    for store in (context_kv.store_in_torch, context_kv.launch_store):
+    for store in (store_kv.store_kv_in_torch, store_kv.launch_store_kv):
         pools = [
             [torch.zeros(size, heads, dim, dtype=dtype, device="cuda") for _ in range(layers)]
             for _ in "kv"
         ]
-        store(kv, weight, 1e-6, cos_sin, slots, context_kv.Pools.of(*pools), accepted)
+        store(kv, weight, 1e-6, cos_sin, slots, store_kv.Pools.of(*pools))
         written.append(torch.stack([*pools[0], *pools[1]])[:, 1:])
     unit = torch.finfo(dtype).eps * written[0].abs().max().item()
     torch.testing.assert_close(*written, rtol=0, atol=2 * unit)
@@ -202,17 +199,18 @@ def test_context_kv_kernel(dtype, dim, cut):
 def test_kernels_of_a_step(given):
     """Compiled, acceptance and the next block equal their twins."""
     torch.manual_seed(0)
-    rows, width, at = 48, 16, torch.arange(16, device="cuda")
+    rows, width = 48, 16
     drawn, block = torch.randint(3, (2, rows, width), device="cuda")
     block[::2, 1:] = drawn[::2, :-1]
     count = torch.randint(width, (rows,), device="cuda") if given else None
     lens = torch.randint(90, (rows,), device="cuda")
-    asked = block, drawn, lens, 80, count
+    slots = torch.randint(1, 99, (rows, 20), device="cuda")[:, :width]
+    asked = block, drawn, slots, lens, 80, count
     for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
         assert torch.equal(ours, twin)
     table = torch.randint(1000, (rows, 128), dtype=torch.int32, device="cuda")
-    behind = drawn[:, 0].contiguous(), lens, torch.randperm(rows, device="cuda"), table, at, 150
-    for ours, twin in zip(launch_block(*behind), block_in_torch(*behind), strict=True):
+    behind = drawn[:, 0].contiguous(), lens, torch.randperm(rows, device="cuda"), table, width, 150
+    for ours, twin in zip(launch_next_block(*behind), next_block_in_torch(*behind), strict=True):
         assert torch.equal(ours, twin)
 
 

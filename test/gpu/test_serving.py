@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 from sglang.srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.options import DRAFT_AHEAD
 from test.gpu.conftest import DRY_RUN, ON_GPU, TOKENIZER, N, engine, prompts, together
 from test.inprocess import InProcess
 

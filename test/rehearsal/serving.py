@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Qwen3ForCausalLM
 
 from test.checkpoints import draft_config, draft_weights
-from test.forced import Forced
+from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
 from test.worker.conftest import facts, prompt
@@ -88,8 +88,9 @@ def answer(folder: Path, asked: dict[str, Asked], **flags: Any) -> dict[str, Ask
 def forced(run: InProcess) -> Forced:
     """Drafts of which 0 to all are right, in turn."""
     counts = itertools.cycle([3, 0, 7, 1, 5])
-    run.worker.drafter = Forced(run.worker.drafter, lambda _: next(counts))
-    return run.worker.drafter
+    drafter = Forced(run.worker.drafter, lambda _: next(counts))
+    put_drafter(run.worker, drafter)
+    return drafter
 
 
 def recorded(run: InProcess) -> Drafts:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import flags
-from sglang_dflash import server_args as rules
+from sglang_dflash import draft_worker, platforms
 from sglang_dflash.errors import Refusal
+from sglang_dflash.options import DRAFT_AHEAD, Options
 from test.checkpoints import BLOCK, LAYERS, write_draft
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import small_draft
@@ -25,7 +25,7 @@ DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_is_asked(monkeypatch) -> None:
-    monkeypatch.delenv(flags.DRAFT_AHEAD, raising=False)
+    monkeypatch.delenv(DRAFT_AHEAD, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def settings(args: ServerArgs) -> dict[str, Any]:
     return {name: getattr(args, name) for name in USUAL if hasattr(args, name)} | {
         "target attention": args.get_attention_backends(),
         "draft attention": args.speculative_draft_attention_backend,
-        "draft ahead": flags.draft_ahead(args),
-        "verify attention": rules.verify_backend(args),
+        "draft ahead": Options.read(args).draft_ahead,
+        "verify attention": platforms.verify_backend(args),
         "dtype": config.dtype,
         "quantisation": config.quantization,
         "MLA": args.use_mla_backend(),
@@ -91,7 +91,7 @@ def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: 
     config = args.get_model_config()
     # SGLang sets it by itself when it loads a checkpoint with KV in FP8.
     args.kv_cache_dtype = "fp8_e4m3"
-    made = rules.draft_server_args(args, config.context_len, config.dtype)
+    made = draft_worker.draft_server_args(args, config.context_len, config.dtype)
     of_the_draft = {
         "attention": made.attention_backend,
         "attention of prefill and decode": made.get_attention_backends(),
@@ -266,13 +266,11 @@ ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
     "disable_overlap_schedule": Mutation(
         "server_args:handle_dflash", "server_args.disable_overlap_schedule = True", "pass"
     ),
-    "draft ahead": Mutation(
-        "flags:draft_ahead", 'server_args.device == "cuda"', 'server_args.device == "cpu"'
-    ),
+    "draft ahead": Mutation("options:Options.read", "platform.draft_ahead", '"off"'),
     "verify attention": Mutation(
-        "server_args:verify_backend",
-        "return prefill if",
-        "return decode if",
+        "platforms:verify_backend",
+        "return str(prefill if",
+        "return str(decode if",
         given=FLASHINFER,
         expected=MIXED,
     ),
@@ -284,23 +282,23 @@ ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
         expected=MIXED,
     ),
     "dtype": Mutation(
-        "server_args:draft_server_args",
+        "draft_worker:draft_server_args",
         'args.dtype = str(dtype).removeprefix("torch.")',
         "pass",
         kind="AWQ",
         expected=UNUSUAL["AWQ"],
     ),
     "kv_cache_dtype": Mutation(
-        "server_args:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+        "draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
     ),
     "context_length": Mutation(
-        "server_args:draft_server_args", "args.context_length = context_len", "pass"
+        "draft_worker:draft_server_args", "args.context_length = context_len", "pass"
     ),
     "disable_cuda_graph": Mutation(
-        "server_args:draft_server_args", "args.disable_cuda_graph = args.", "args."
+        "draft_worker:draft_server_args", "args.disable_cuda_graph = args.", "args."
     ),
     "attention of prefill and decode": Mutation(
-        "server_args:draft_server_args",
+        "draft_worker:draft_server_args",
         "args.prefill_attention_backend = args.decode_attention_backend = None",
         "pass",
         given={"prefill_attention_backend": "triton"},
@@ -322,11 +320,11 @@ def test_a_wrong_argument_is_seen(draft, tmp_path, monkeypatch, argument):
 @pytest.mark.parametrize(
     ("kind", "given", "function", "old", "new"),
     [
-        ("FP8 KV", {}, "server_args:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+        ("FP8 KV", {}, "compatibility:_has_fp8_kv", '== "FP8"', '== "fp8"'),
         (
             "sliding window",
             {"attention_backend": "flashinfer"},
-            "server_args:_has_windows",
+            "compatibility:_has_windows",
             'hasattr(cls, "get_attention_sliding_window_size")',
             "False",
         ),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from triton.compiler.errors import CompilationError
 
-from sglang_dflash.kernels import context_kv
+from sglang_dflash.kernels import store_kv
 from test.checkpoints import write_draft, write_target
 from test.rehearsal.device import kernels
 from test.rehearsal.serving import HEADS, N, engine, small_draft
@@ -22,11 +22,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 ATTENTION = "srt.layers.attention.triton_ops.extend_attention:_fwd_kernel"
 ACCEPT = "sglang_dflash.kernels.accept:_accept"
-BLOCK = "sglang_dflash.kernels.block:_next_block"
+BLOCK = "sglang_dflash.kernels.next_block:_next_block"
 ALLOCATION = "srt.mem_cache.triton_ops.allocator:alloc_extend_kernel"
 MASK = "srt.constrained.triton_ops.bitmask_ops:apply_token_bitmask_inplace_kernel"
 HASH = "srt.layers.utils.hash:murmur_hash32_kernel"
-CONTEXT_KV = "sglang_dflash.kernels.context_kv:_store"
+CONTEXT_KV = "sglang_dflash.kernels.store_kv:_store_kv"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_all_that_serving_launches(small, compiled, backend, seeded):
 
 def test_an_annotated_argument_is_refused(small, compiled, monkeypatch):
     """A mutation: Triton takes an annotation that is no tl.constexpr for a global."""
-    kernel = context_kv._store
+    kernel = store_kv._store_kv
     source = kernel.src
     assert source.count("    kv,  #") == 1
     monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))

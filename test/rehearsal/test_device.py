@@ -10,14 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sglang_dflash.core.accept import accept_in_torch
-from sglang_dflash.core.block import block_in_torch
-from sglang_dflash.cpu.argmax import largest_in_torch
-from sglang_dflash.kernels import argmax, context_kv
-from sglang_dflash.kernels.accept import launch_accept
-from sglang_dflash.kernels.argmax import launch_largest
-from sglang_dflash.kernels.block import launch_block
-from sglang_dflash.kernels.tables import fill_tables
+from sglang_dflash.kernels import argmax, store_kv
+from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
+from sglang_dflash.kernels.argmax import largest_in_torch, launch_largest
+from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
+from sglang_dflash.kernels.page_tables import fill_tables
 from test.rehearsal.device.attention import attend
 from test.rehearsal.device.memory import LOG, DeviceError
 
@@ -206,31 +203,28 @@ def test_attention_equals_torch(causal, left):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layers", "ropes"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (1, 96), (3, 64), (1, 256)])
-@pytest.mark.parametrize("cut", [True, False])  # to the accepted rows of two blocks
-def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim, cut):
+def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
     """Our kernel in Triton's interpreter."""
     torch.manual_seed(0)
     n, size = 8, 40
     kv = torch.randn(n, layers, 2, heads, dim).to(dtype).to(CUDA)
     weight, cos_sin = torch.rand(layers, dim).to(dtype), torch.randn(n, ropes, dim)
     slots = 1 + torch.randperm(size - 1)[:n]
-    slots[2] = 0  # passed by
-    accepted = torch.tensor([[7, 7, 1], [7, 7, 0]], device=CUDA)[:, -1] if cut else None
+    slots[2] = slots[5] = 0  # not written
     written = []
-    for store in (context_kv.store_in_torch, context_kv.launch_store):
+    for store in (store_kv.store_kv_in_torch, store_kv.launch_store_kv):
         pools = [
             [torch.zeros(size, heads, dim, dtype=dtype, device=CUDA) for _ in range(layers)]
             for _ in "kv"
         ]
         given = weight.to(CUDA), 1e-6, cos_sin.to(CUDA), slots.to(CUDA)
-        store(kv, *given, context_kv.Pools.of(*pools), accepted)
+        store(kv, *given, store_kv.Pools.of(*pools))
         written.append([torch.stack(each).cpu() for each in pools])
     assert not any(pool[:, 0].any() for pool in written[1])
     (k_twin, v_twin), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
     assert torch.equal(v_twin, v_kernel)
     written_to = v_twin.abs().sum(dim=(0, 2, 3)).nonzero().squeeze(1) + 1
-    expected = slots[[0, 1, 4]] if cut else slots[slots > 0]
-    assert written_to.tolist() == expected.sort().values.tolist()
+    assert written_to.tolist() == slots[slots > 0].sort().values.tolist()
     unit = torch.finfo(dtype).eps * k_twin.abs().max().item()  # two roundings, and cancellation
     torch.testing.assert_close(k_twin, k_kernel, rtol=0, atol=2 * unit)
 
@@ -241,10 +235,11 @@ def test_acceptance_equals_its_twin(width, given):
     torch.manual_seed(width)
     rows = 40
     drawn = torch.randint(3, (rows, width), device=CUDA)
+    slots = torch.randint(1, 99, (rows, width + 3), device=CUDA)[:, :width]
     block = torch.randint(3, (rows, width + 2), device=CUDA)[:, :width]
     block[::2, 1:] = drawn[::2, :-1]
     count = torch.randint(width, (rows,), device=CUDA) if given else None
-    asked = block, drawn, torch.randint(90, (rows,), device=CUDA), 80, count
+    asked = block, drawn, slots, torch.randint(90, (rows,), device=CUDA), 80, count
     for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
         assert torch.equal(ours.cpu(), twin.cpu())
 
@@ -256,8 +251,8 @@ def test_the_next_block_equals_its_twin(size):
     table = torch.randint(1000, (9, 64), dtype=torch.int32, device=CUDA)
     lens = torch.randint(64 - size, (rows,), device=CUDA)
     where = torch.randperm(9, device=CUDA)[:rows]
-    asked = lens * 2, lens, where, table, torch.arange(size, device=CUDA), 150
-    for ours, twin in zip(launch_block(*asked), block_in_torch(*asked), strict=True):
+    asked = lens * 2, lens, where, table, size, 150
+    for ours, twin in zip(launch_next_block(*asked), next_block_in_torch(*asked), strict=True):
         assert torch.equal(ours.cpu(), twin.cpu())
 
 
@@ -295,7 +290,7 @@ def test_no_number_of_rows_compiles_anew(monkeypatch):
         def __getitem__(self, grid):
             return lambda *_, **constants: seen.add(tuple(constants.items()))
 
-    for kernel in ("_largest_of_parts", "_largest_of_rows"):
+    for kernel in ("_largest_of_parts", "_largest_of_tokens"):
         monkeypatch.setattr(argmax, kernel, Watched())
     for rows in (1, 3, 16, 100, 768, 5000):
         argmax.launch_largest(torch.empty(rows, 10_000, device=CUDA), weigh=False)

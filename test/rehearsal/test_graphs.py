@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
-from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.rehearsal.device.memory import Recording
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import (
@@ -62,16 +62,19 @@ def test_widths_with_graphs_of_their_own(small, asked, monkeypatch, ahead, width
     def watched(graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not graphs.model_runner.is_draft_worker:
             used.add((graphs.num_tokens_per_bs, batch.spec_info.draft_token_num))
+            assert graphs.model_runner.attn_backend is graphs.attn_backend
         return replay(graphs, batch, *args, **kwargs)
 
     monkeypatch.setattr(CudaGraphRunner, "replay", watched)
     with engine(small, "fa3") as run:
         if width == "auto":
             verify_parts(run, lambda block: block.first(next(turns)))
-        used.clear()  # the rehearsal of widths
+        timed = set(used)  # at startup
+        used.clear()
         reqs = serve(run, asked)
     assert_exact(reqs, asked)
     assert used == {(w, w) for w in ([5] if width == "5" else [2, 4, 6, 8])}
+    assert timed == (set() if width == "5" else used)
 
 
 def states(small: Any, **flags: Any) -> list[Any]:
@@ -96,8 +99,8 @@ def test_hidden_states_of_a_narrow_verify(small, monkeypatch, ahead):
 def test_hidden_states_left_in_the_graphs_memory(small, monkeypatch):
     """A mutation: no copy of them is kept."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
-    kept = "verified.output.hidden_states.clone()"
-    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", kept, kept.removesuffix(".clone()"))
+    after_verify = "runtime.draft_ahead:DraftAhead.after_verify"
+    mutate(monkeypatch, after_verify, "output.hidden_states.clone()", "output.hidden_states")
     with pytest.raises(AssertionError):
         same_states(small)
 
@@ -105,9 +108,10 @@ def test_hidden_states_left_in_the_graphs_memory(small, monkeypatch):
 def test_context_kv_comes_before_the_next_draft(small, monkeypatch):
     """A mutation: the next draft replays first, over the states that context KV is made of."""
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
-    old = """    self._write_accepted(verified)
-    if"""
-    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", old, "    if")
+    context = "self._write_context(verified)"
+    draft = "following = self.next_draft.after_verify(batch, verified, copy)"
+    decode = "runtime.worker:DFlashWorker._decode"
+    mutate(monkeypatch, decode, f"{context}\n    {draft}", f"{draft}\n    {context}")
     reqs, drafts = served(small, asked, "fa3")
     with pytest.raises(AssertionError):
         assert_drafts(small, reqs, drafts)
@@ -142,7 +146,7 @@ def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 BEST = "model.vocabulary:Vocabulary._best"
 REFUSED = [
-    ("runtime.drafter:Drafter.propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
+    ("runtime.propose:Drafter.propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
     (BEST, "return index, value if", "int(index[0]); return index, value if"),
     (BEST, "return index, value if", "logits[logits > 0].sum(); return index, value if"),
 ]
@@ -160,12 +164,12 @@ def test_what_the_device_refuses(small, monkeypatch, mutation):
 
 STALE = [
     (
-        "runtime.fa3:begin_forward",
+        "attention.fa3:begin_forward",
         "cache_seqlens_int32.dflash_schedules = {}",
         "cache_seqlens_int32.__dict__.setdefault('dflash_schedules', {})",
     ),
-    ("runtime.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
-    ("runtime.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
+    ("attention.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
+    ("attention.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
 ]
 
 

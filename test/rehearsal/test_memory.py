@@ -247,7 +247,7 @@ def test_the_buffers_of_a_narrower_draft(meter, small, tmp_path):
 
 def test_buffers_that_are_not_shared_are_seen(meter, small, monkeypatch):
     narrower = "-= 1 + draft_config(server_args)"
-    made_for = "runtime.worker:draft_server_args"
+    made_for = "draft_worker:draft_server_args"
     mutate(monkeypatch, made_for, "-= draft_config(server_args)", narrower)
     with (
         start(small, dtype="float32", disable_cuda_graph=False) as run,

@@ -21,31 +21,32 @@ from test.rehearsal.serving import (
 from test.worker.conftest import prompt
 
 WORKER = "runtime.worker:DFlashWorker."
+AHEAD = "runtime.draft_ahead:DraftAhead.after_verify"
 WRONG = (AssertionError, RuntimeError, IndexError)
 
 TOKENS = [
     ("kernels.accept:launch_accept", "given,", "seq_lens * 0 + width - 1,"),
     ("kernels.accept:launch_accept", "most,", "most - 220,"),
-    ("kernels.block:launch_block", "table.stride(0),", "0,"),
-    ("runtime.state:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
+    ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
+    ("runtime.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("runtime.slots:Slots._alloc", "lens[0] - 1", "lens[0] * 0"),
-    ("runtime.draw:_by_row", "_spread(t, block)", "t"),
-    (WORKER + "_draft_next", "accepted.lens", "accepted.lens + 1"),
-    ("runtime.draw:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
-    ("runtime.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
-    ("runtime.fa3:begin_forward", "backend.page_size,", "1,"),
+    ("runtime.sample:_by_position", "_expand(value, block)", "value"),
+    (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
+    ("runtime.sample:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
+    ("attention.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
+    ("attention.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
 ]
-PLAN = "runtime.state:DFlashBlock.generate_attn_arg_prefill"
+PLAN = "runtime.block:DFlashBlock.generate_attn_arg_prefill"
 PLANS = [
     (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)"),
-    (PLAN, "(rows + 1) * width, width", "rows + 1, 1"),
+    (PLAN, "(requests + 1) * width, width", "requests + 1, 1"),
 ]
 CONTEXT = [
-    (WORKER + "_write_accepted", "written, num_accepted", "written, num_accepted - 1"),
-    (WORKER + "_decode", "packed[:, -1] + 1", "part.draft_token_num"),
+    (WORKER + "_write_context", "accepted.kv_slots", "accepted.kv_slots.roll(1, dims=1)"),
+    (AHEAD, "packed.wait()[:, -1] + 1", "most_committed"),
     ("model.context_kv:ContextKV._cos_sin", "table[positions]", "table[positions + 1]"),
-    ("model.context_kv:ContextKV._stack", "p.weight[rows]", "p.weight[rows].flip(0)"),
+    ("model.context_kv:ContextKV._stack", "p.weight[outputs]", "p.weight[outputs].flip(0)"),
 ]
 
 
@@ -69,14 +70,14 @@ def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
 
 
 def test_a_backend_that_is_not_told_that_a_graph_begins(small, monkeypatch):
-    mutate(monkeypatch, "runtime.fa3:begin_in_either", "if _serves_dflash():", "if False:")
+    mutate(monkeypatch, "attention.fa3:begin_in_either", "if _serves_dflash():", "if False:")
     asked = answer(small, {"one": Asked(prompt(957, 20), N)})
     with pytest.raises(WRONG):
         served(small, asked, "fa3", decode_attention_backend="triton")
 
 
 def test_memory_that_a_plan_is_copied_from(small, monkeypatch):
-    mutate(monkeypatch, "runtime.flashinfer:Plans.__call__", "not self._copied.query()", "False")
+    mutate(monkeypatch, "attention.flashinfer:Plans.__call__", "not self._copied.query()", "False")
     with pytest.raises(DeviceError, match="pinned memory changed"):
         two_drafts(small)
 

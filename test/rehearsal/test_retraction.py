@@ -20,7 +20,7 @@ def test_retraction(small, backend, page):
 
 def test_memory_that_is_not_counted(small, monkeypatch):
     """A mutation: SGLang is told that the next step takes none."""
-    mutate(monkeypatch, "hooks:tokens_for_next_decode", "return sum(", "return 0 * sum(")
+    mutate(monkeypatch, "runtime.slots:Slots.needed", "return tokens", "return 0")
     with pytest.raises(AssertionError, match="check_decode_mem promises"):
         crowded(small, "fa3", 1)
 

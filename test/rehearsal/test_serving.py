@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.options import DRAFT_AHEAD
 from test.checkpoints import write_draft
 from test.rehearsal.serving import (
     GRAMMAR,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.options import DRAFT_AHEAD
 from test.inprocess import InProcess
 from test.rehearsal.device.memory import LOG
 from test.rehearsal.mutation import mutate
@@ -17,7 +17,7 @@ from test.rehearsal.serving import Asked, N, answer, engine
 from test.worker.conftest import prompt
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
-OURS = "runtime/worker.py:_decode event"
+OURS = "runtime/state.py:wait event"
 
 
 def steady(run: InProcess) -> list[Any]:
@@ -62,8 +62,7 @@ def table() -> dict[tuple[str, int], tuple[int, ...]]:
 
 def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
     """A mutation: the host reads what the device has not written yet."""
-    waits = "part.draft_token_num)\n        copied.synchronize()"
-    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", waits, "part.draft_token_num)")
+    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
     (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
     with engine(small, "fa3", cuda_graph_bs=[2]) as run:
         assert run.generate(asked.ids, **asked.options) != asked.answer["ids"]
@@ -73,11 +72,11 @@ def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
     ("where", "old", "new"),
     [
         (
-            "runtime.verifier:Verifier._acceptable",
+            "runtime.verify:Verifier._acceptable",
             "return tokens",
             "tokens.max().item(); return tokens",
         ),
-        ("runtime.drafter:Drafter.propose", "rows, lens =", "_ = anchors.tolist(); rows, lens ="),
+        ("runtime.propose:Drafter.propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
     ],
 )
 def test_a_second_wait_is_seen(small, monkeypatch, where, old, new):

@@ -20,7 +20,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import __version__, plugin
 from sglang_dflash.errors import Refusal
 from sglang_dflash.launch import LAUNCH, Server, free_port
-from sglang_dflash.tiny import DRAFT, TARGET, data
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import held_out
 from test import inprocess  # loads the plugins
 from test.plugins import distribution
 from test.server.conftest import DFLASH, Client, chat, running
@@ -29,7 +30,7 @@ from test.server.test_serving import mixed_prompts, visible
 assert inprocess
 
 PAIR = ["--model-path", str(TARGET), *DFLASH]
-PROMPTS = [chat(example.prompt) for example in data.held_out("word", 3, seed=21)]
+PROMPTS = [chat(example.prompt) for example in held_out("word", 3, seed=21)]
 STARTED = f"sglang-dflash {__version__}: draft={DRAFT} "
 KV = 26_624  # bytes of KV a token of the bundled pair in fp32, target 20,480 and draft 6,144
 
@@ -195,7 +196,7 @@ def test_half_a_plugin_refuses_nothing_else(breakages, expected):
 
 def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch):
     """NGRAM is past our guard where DFLASH is not: what stops it on a CPU is SGLang's own check."""
-    monkeypatch.setattr(plugin, "missing_hooks", lambda: ["no hook on it"])
+    monkeypatch.setattr(plugin, "missing_parts", lambda: ["no hook on it"])
     arguments = {"model_path": str(TARGET), "device": "cpu"}
     with pytest.raises(Refusal, match="no hook on it"):
         ServerArgs(speculative_algorithm="DFLASH", **arguments)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.core.accept import accept
-from sglang_dflash.core.block import block_positions, masked_block
-from sglang_dflash.core.slots import ceil_align, longest, reserved_end
-from sglang_dflash.cpu.slots import grow
+from sglang_dflash.core.acceptance import accept
+from sglang_dflash.core.reservation import ceil_align, longest, reserved_end
+from sglang_dflash.cpu.paged_growth import grow
+from sglang_dflash.kernels.next_block import next_block_in_torch
 
 
 def slow_accept(block: list[int], drawn: list[int]) -> list[int]:
@@ -42,10 +42,13 @@ def test_accept(rows):
         assert bonus[i] == committed[-1]
 
 
-def test_masked_block():
-    block = masked_block(torch.tensor([7, 8]), 4, 99)
-    assert block.tolist() == [[7, 99, 99, 99], [8, 99, 99, 99]]
-    assert block_positions(torch.tensor([0, 5]), torch.arange(3)).tolist() == [[0, 1, 2], [5, 6, 7]]
+def test_next_block():
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    rows, seq_lens = torch.tensor([2, 0]), torch.tensor([0, 5])
+    block = next_block_in_torch(torch.tensor([7, 8]), seq_lens, rows, table, 4, 99)
+    assert block.token_ids.tolist() == [[7, 99, 99, 99], [8, 99, 99, 99]]
+    assert block.positions.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
+    assert block.slots.tolist() == [[20, 21, 22, 23], [5, 6, 7, 8]]
 
 
 @settings(max_examples=200)

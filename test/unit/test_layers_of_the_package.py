@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "sglang_dflash"
 
 
 def test_t_modules_need_no_sglang():
@@ -14,12 +18,27 @@ class Ban:
         if name.split(".")[0] in ("sglang", "transformers"):
             raise ImportError(f"a T module imported {name}")
 sys.meta_path.insert(0, Ban())
-import sglang_dflash.core.accept, sglang_dflash.core.block, sglang_dflash.core.slots
-import sglang_dflash.core.penalties, sglang_dflash.kernels.context_kv
-import sglang_dflash.kernels.accept, sglang_dflash.kernels.block
-import sglang_dflash.config, sglang_dflash.checkpoint, sglang_dflash.checkpoint.fit
-import sglang_dflash.checkpoint.loading, sglang_dflash.core.width, sglang_dflash.core.simulate
-import sglang_dflash.cpu.argmax, sglang_dflash.cpu.context_kv
-import sglang_dflash.cpu.widths
+import pkgutil, importlib
+import sglang_dflash.checkpoint, sglang_dflash.core, sglang_dflash.kernels
+for package in (sglang_dflash.checkpoint, sglang_dflash.core, sglang_dflash.kernels):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+import sglang_dflash.options, sglang_dflash.platforms
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_but_its_plugin_reaches_the_cpu():
+    """`cpu/` runs SGLang without a GPU, for any algorithm; it shapes nothing outside."""
+    named = []
+    for file in PACKAGE.rglob("*.py"):
+        if PACKAGE / "cpu" in file.parents:
+            continue
+        if re.search(r"sglang_dflash\.cpu|\bis_cpu\b|\.is_cuda\b", file.read_text()):
+            named.append(file.name)
+    assert named == []
+
+
+def test_one_name_has_one_file():
+    names = [file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_dflash.flags import VERIFY_WIDTH
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.verify_width import Weighed
 from test.checkpoints import VOCAB
-from test.forced import Forced
+from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 
 
@@ -61,7 +62,7 @@ def facts(req: Any) -> dict[str, Any]:
 def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     """Put a forced drafter into a running engine."""
     forced = Forced(engine.worker.drafter, accept, vocab_size=VOCAB)
-    engine.worker.drafter = forced
+    put_drafter(engine.worker, forced)
     return forced
 
 
@@ -72,31 +73,26 @@ def without_graphs(engine: InProcess) -> None:
 
 
 def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) -> None:
-    """Verify this part of every block, whatever pays; what it teaches is learnt all the same."""
-    best = engine.worker.best_widths
+    """Verify this part of every block, whatever pays; the policy learns from it all the same."""
+    policy = engine.worker.verify_width
 
-    def to_verify(block: DFlashBlock, _: Any) -> DFlashBlock:
-        verified = part(block)
-        best._verified = block.probability.cpu().numpy(), np.array(verified.lens)
-        return verified
+    def choose(block: DFlashBlock) -> Weighed:
+        verified, probabilities = part(block), block.probabilities.cpu().numpy()
+        return Weighed(verified, probabilities, np.array(verified.lens), policy._survival)
 
-    best.to_verify = to_verify
+    policy.choose, policy.is_whole = choose, lambda _: False
 
 
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
-    """Makes an engine draft and verify, of each request, any part of its block."""
+    """Makes an engine verify, of each request, any part of its block."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     rng = random.Random(8)
 
-    def some(block: DFlashBlock, least: int) -> DFlashBlock:
-        return block.cut(np.array([rng.randint(least, block.draft_token_num) for _ in block.slots]))
+    def some(block: DFlashBlock) -> DFlashBlock:
+        return block.cut(np.array([rng.randint(1, block.draft_token_num) for _ in block.slots]))
 
-    def cut(engine: InProcess) -> None:
-        engine.worker.best_widths.to_draft = lambda block, _: some(block, least=2)
-        verify_parts(engine, lambda block: some(block, least=1))
-
-    return cut
+    return lambda engine: verify_parts(engine, some)
 
 
 @pytest.fixture(params=["full", "cut"])

@@ -267,8 +267,13 @@ class Raise(CustomLogitProcessor):
         raise RuntimeError("no such thing")
 
 
+class Narrow(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        return logits[:, :5]
+
+
 def test_custom_processors_in_company(target, draft, cuts):
-    """Requests of one processor with unlike parameters go together; one that raises ends alone."""
+    """Requests of one processor with unlike parameters go together; a broken one ends alone."""
     flags = {"enable_custom_logit_processor": True, "max_running_requests": 8}
     bans = [{"token_ids": [token]} for token in (5, 121)]
     processor = DisallowedTokensLogitsProcessor.to_str()
@@ -282,8 +287,13 @@ def test_custom_processors_in_company(target, draft, cuts):
     with InProcess(target, draft, **flags) as engine:
         cuts(engine)
         reqs = [engine.add(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
-        broken = engine.add(ids[2], **N, custom_logit_processor=Raise.to_str())
-        engine.run(*reqs, broken)
+        broken = {
+            words: engine.add(ids[2], **N, custom_logit_processor=processor.to_str())
+            for words, processor in {"no such thing": Raise, "shape (1, 5)": Narrow}.items()
+        }
+        engine.run(*reqs, *broken.values())
     assert [list(req.output_ids) for req in reqs] == expected
-    assert broken.finished_reason.to_json()["status_code"] == 400
-    assert "no such thing" in broken.finished_reason.to_json()["message"]
+    for words, req in broken.items():
+        reason = req.finished_reason.to_json()
+        assert reason["status_code"] == 400
+        assert words in reason["message"]

@@ -13,10 +13,10 @@ import transformers
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import flags
-from sglang_dflash import server_args as rules
+from sglang_dflash import compatibility
+from sglang_dflash.attention.fa3 import scheduled
 from sglang_dflash.errors import Refusal
-from sglang_dflash.runtime.fa3 import scheduled
+from sglang_dflash.options import DRAFT_AHEAD, Options
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 from test.worker.test_refusals import arguments
@@ -42,8 +42,9 @@ def test_a_draft_computes_in_the_targets_dtype(target, draft, tmp_path):
 
 @pytest.mark.parametrize(("device", "ahead"), [("cuda", True), ("cpu", False)])
 def test_drafting_ahead_where_it_gains(monkeypatch, device, ahead):
-    monkeypatch.delenv(flags.DRAFT_AHEAD, raising=False)
-    assert flags.draft_ahead(SimpleNamespace(device=device)) is ahead
+    monkeypatch.delenv(DRAFT_AHEAD, raising=False)
+    args = SimpleNamespace(device=device, speculative_num_draft_tokens=8)
+    assert Options.read(args).draft_ahead is ahead
 
 
 def model_config(target: str) -> ModelConfig:
@@ -72,8 +73,8 @@ def test_targets_with_windows_are_known(tmp_path):
     windowed = model_config(save(tmp_path / "gemma", "Gemma3ForCausalLM", config))
     config = transformers.Qwen3Config(**SIZES)
     plain = model_config(save(tmp_path / "qwen", "Qwen3ForCausalLM", config))
-    assert rules._has_windows(windowed)
-    assert not rules._has_windows(plain)
+    assert compatibility._has_windows(windowed)
+    assert not compatibility._has_windows(plain)
 
 
 @pytest.mark.parametrize("mla", [True, False])

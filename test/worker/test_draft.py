@@ -6,15 +6,18 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from sglang_dflash.runtime import prefill
+from sglang_dflash.runtime.state import HostCopy
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
-from test.forced import Recorder
+from test.forced import Recorder, put_drafter
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block, features
 from test.worker.conftest import force, prompt
 
 
 def record(engine: InProcess) -> Recorder:
-    engine.worker.drafter = recorder = Recorder(engine.worker.drafter)
+    recorder = Recorder(engine.worker.drafter)
+    put_drafter(engine.worker, recorder)
     return recorder
 
 
@@ -247,3 +250,24 @@ def test_draft_window(target, draft, model, page):
         block[1:] != draft_block(model, Semantics.of_zlab(config), weights, ids + output)
         for output, block in steps
     )
+
+
+def test_first_tokens_leave_before_the_context_kv(target, draft, monkeypatch):
+    """The host waits for their copy, which a GPU makes in the order of the queue."""
+    order = []
+
+    def copied(tensor):
+        order.append("first tokens")
+        return HostCopy(tensor)
+
+    monkeypatch.setattr(prefill, "HostCopy", copied)
+    with InProcess(target, draft) as engine:
+        write = engine.worker.context_kv.write
+
+        def written(*given):
+            order.append("context KV")
+            write(*given)
+
+        engine.worker.context_kv.write = written
+        engine.generate(prompt(8, 20), max_new_tokens=1)
+    assert order == ["first tokens", "context KV"]

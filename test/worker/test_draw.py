@@ -12,9 +12,10 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.core.accept import accept
-from sglang_dflash.runtime.draw import TargetDraw
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.core.acceptance import accept
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.sample import TargetSampler
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
@@ -71,7 +72,7 @@ def draw_many(engine: InProcess, mix: list[dict], logits: torch.Tensor, width: i
         reqs.append(types.SimpleNamespace(sampling_params=params, custom_logit_processor=None))
     batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    draw = TargetDraw(Sampler())
+    draw = TargetSampler(Sampler(), Kernels.on("cpu"))
     torch.manual_seed(seed)
     zeros = torch.zeros(len(mix), width, dtype=torch.long)
     block = DFlashBlock(zeros, zeros, zeros)

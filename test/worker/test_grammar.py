@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from sglang_dflash.tiny import DRAFT, TARGET, data
+from sglang_dflash.runtime.verify_width import FixedWidth
+from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force
 
@@ -38,9 +40,8 @@ def asked() -> dict:
     with InProcess(str(TARGET), disable_radix_cache=True) as engine:
         tokenizer = engine.scheduler.tokenizer
         found = {}
-        for (name, grammar), example in zip(
-            GRAMMARS.items(), data.held_out("word", 7), strict=True
-        ):
+        examples = held_out("word", len(GRAMMARS))
+        for (name, grammar), example in zip(GRAMMARS.items(), examples, strict=True):
             text = f"<|im_start|>user\n{example.prompt}<|im_end|>\n<|im_start|>assistant\n"
             ids = tokenizer.encode(text)
             options = {"max_new_tokens": 40, **grammar}
@@ -55,7 +56,7 @@ def test_all_grammars_in_one_batch(asked, accepting, cuts):
     """Several grammars and none together; each answer is the one it has alone."""
     rng = random.Random(2)
     with InProcess(str(TARGET), str(DRAFT)) as engine:
-        full = engine.worker.best_widths is None
+        full = isinstance(engine.worker.verify_width, FixedWidth)
         forced = None
         if accepting != "real":
             counts = {

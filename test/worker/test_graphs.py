@@ -13,9 +13,9 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.utils import MultiprocessingSerializer
 
-from sglang_dflash.core.block import block_positions
-from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, forget, use_graphs
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, forget
+from sglang_dflash.kernels.next_block import block_positions
+from sglang_dflash.runtime.block import DFlashBlock
 from test.checkpoints import VOCAB
 from test.inprocess import InProcess
 from test.worker.conftest import without_graphs
@@ -33,10 +33,18 @@ def runner(engine, request):
     worker = engine.worker
     runner = worker.model_runner if request.param == "target" else worker.draft_model_runner
     forward = runner.model.forward
-    use_graphs(worker.model_runner, worker.draft_model_runner)
+    runner.piecewise_cuda_graph_runner = graphs_of(runner)
     yield runner
     runner.model.forward = forward
     without_graphs(engine)
+
+
+def graphs_of(runner) -> CpuGraphs:
+    """Fresh graphs of blocks whose hidden states are wanted, as the worker asks of the target."""
+    graphs = CpuGraphs(runner)
+    if not runner.is_draft_worker:
+        graphs.capture_hidden_mode = CaptureHiddenMode.FULL
+    return graphs
 
 
 def random_batch(runner, widths: list[int], seed: int):
@@ -47,7 +55,7 @@ def random_batch(runner, widths: list[int], seed: int):
     rows = torch.tensor(places, dtype=torch.int32).view(len(widths), 64)
     runner.req_to_token_pool.req_to_token[: len(widths), :64] = rows
     tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(most)] for _ in widths])
-    positions = block_positions(lens_cpu, torch.arange(most))
+    positions = block_positions(lens_cpu, most)
     slots = torch.stack(
         [row[n : n + most] for row, n in zip(rows.long(), lens_cpu.tolist(), strict=True)]
     )
@@ -181,7 +189,7 @@ def test_a_hooked_model_is_not_captured(engine, runner):
     for model in {runner.model, target.model}:
         hook = next(model.children()).register_forward_hook(lambda *_: None)
         try:
-            assert not CpuGraphs(runner, target.model).can_run(random_batch(runner, [4], 0))
+            assert not graphs_of(runner).can_run(random_batch(runner, [4], 0))
         finally:
             hook.remove()
 
@@ -200,8 +208,9 @@ def test_a_failing_forward_fails_as_it_does(runner):
 def test_new_weights_drop_the_graphs(engine):
     """The draft's, too: it runs the target's embedding and LM head."""
     target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
-    use_graphs(target, draft)
-    both = {runner: runner.piecewise_cuda_graph_runner for runner in (target, draft)}
+    both = {}
+    for runner in (target, draft):
+        both[runner] = runner.piecewise_cuda_graph_runner = graphs_of(runner)
     weight = target.model.get_parameter("model.embed_tokens.weight")
     changed = weight.detach()[:VOCAB] * 2
     tensors = MultiprocessingSerializer.serialize([("model.embed_tokens.weight", changed)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_dflash.flags import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
@@ -42,9 +42,7 @@ def engine(target, draft, monkeypatch):
     # The modules run the planned forward here, and plan their attention for it themselves.
     monkeypatch.setattr(ForwardBatch, "mark_forward_metadata_ready", lambda forward: None)
     with InProcess(target, draft) as engine:
-        parts = engine.worker._widths._parts
-        ((width, (backend, _)),) = parts.items()
-        parts[width] = backend, Graphs()
+        engine.worker.model_runner.graph_runner = Graphs()
         yield engine
 
 

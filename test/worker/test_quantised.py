@@ -13,6 +13,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
 from test.checkpoints import HIDDEN
 from test.inprocess import InProcess
@@ -57,7 +58,7 @@ def engine(target, draft):
 def context_kv(engine: InProcess, features: Tensor, slots: Tensor) -> tuple[ContextKV, Tensor]:
     """What is written for these features, [2, layers, n, heads, D]."""
     runner = engine.worker.draft_model_runner
-    writer = ContextKV(runner.model, runner.token_to_kv_pool)
+    writer = ContextKV(runner.model, runner.token_to_kv_pool, Kernels.on("cpu"))
     writer.write(features, torch.arange(len(slots)), slots)
     pool = runner.token_to_kv_pool
     written = [[b[slots].clone() for b in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]

@@ -78,7 +78,7 @@ def test_recurrent_state(draft, tmp_path, architecture, radix):
 def test_a_hybrid_without_state_is_not_called_recurrent(draft, tmp_path):
     """Granite 4's class, attention layers only: refused for what it lacks."""
     config = configs.GraniteMoeHybridConfig(**SIZES, **MAMBA, layer_types=["attention"] * LAYERS)
-    with pytest.raises(Refusal, match="hands out no hidden states"):
+    with pytest.raises(Refusal, match="returns no hidden states"):
         arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
-from sglang_dflash.flags import DRAFT_AHEAD
+from sglang_dflash.options import DRAFT_AHEAD
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from sglang_dflash.flags import VERIFY_WIDTH
+from sglang_dflash.options import VERIFY_WIDTH
 from test.checkpoints import (
     EOS,
     HIDDEN,

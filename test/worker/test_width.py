@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import pickle
 import random
 from argparse import Namespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +16,15 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.width import StepTimes, Survival, best_width
-from sglang_dflash.cpu.widths import best_widths
+from sglang_dflash.core.throughput import StepTimes, Survival, common_width, own_widths
 from sglang_dflash.errors import Refusal
-from sglang_dflash.flags import DRAFT_AHEAD, verify_widths
-from sglang_dflash.flags import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.hooks import meta_info
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.options import DRAFT_AHEAD, Options
+from sglang_dflash.options import VERIFY_WIDTH as VARIABLE
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.metrics import AcceptanceHistogram
+from sglang_dflash.runtime.verify_graphs import VerifyGraphs
+from sglang_dflash.runtime.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from test.inprocess import InProcess
 from test.worker.conftest import facts, force, prompt, verify_parts, without_graphs
 from test.worker.test_draft import draft_kv
@@ -46,8 +50,8 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page, cut_apart
             for req in reqs:
                 histogram = req.spec_correct_drafts_histogram
                 assert sum(histogram[int(width) : 8]) == 0
-                assert histogram[8] == req.spec_verify_ct * (int(width) - 1)
-                assert sum(histogram[:8]) == req.spec_verify_ct
+                assert histogram.num_verified == req.spec_verify_ct * (int(width) - 1)
+                assert sum(histogram) == req.spec_verify_ct
 
 
 def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
@@ -106,29 +110,37 @@ def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch)
             return predicted
 
         model.vocabulary.predict = garbled
-        widths = engine.worker.best_widths
-        verify = widths.to_verify
-        widths.to_verify = lambda block, rows: blocks.append(block) or verify(block, rows)
+        policy = engine.worker.verify_width
+        choose = policy.choose
+        policy.choose = lambda block: blocks.append(block) or choose(block)
         output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
     assert len(output) == 12
-    assert not any(block.probability.any() for block in blocks)
+    assert not any(block.probabilities.any() for block in blocks)
 
 
-def test_one_width_for_all_where_a_probability_is_no_number(target, draft, monkeypatch):
-    """Where widths are not apart, as on CUDA, one on offer is chosen all the same."""
-    monkeypatch.setenv(VARIABLE, "auto")
-    with InProcess(target, draft) as engine:
-        widths = engine.worker.best_widths
-        times = {(1, width): 1.0 + width for width in (2, 4, 8)}
-        widths._apart, widths._verifying = False, StepTimes(times, (2, 4, 8))
-        widths._drafting = StepTimes({(1, 8): 1.0}, (8,))
-        zeros = torch.zeros(1, 8, dtype=torch.int64)
-        block = DFlashBlock(
-            zeros, zeros, zeros, torch.tensor([[0.9, 0.9, 0.9, 0.0, 0.9, 0.9, 0.9]])
-        )
-        rows = torch.tensor([0])
-        chosen = [widths.to_verify(block, rows).draft_token_num for _ in range(2)]
+def block_of(*probabilities: float) -> DFlashBlock:
+    """A block of one request whose drafts have these probabilities."""
+    zeros = torch.zeros(1, len(probabilities) + 1, dtype=torch.int64)
+    return DFlashBlock(zeros, zeros, zeros, torch.tensor([probabilities]))
+
+
+def test_one_width_for_all_where_a_probability_is_no_number():
+    """Where requests have equal widths, as on CUDA, one on offer is chosen all the same."""
+    times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
+    policy, block = AdaptiveWidth(8, times, unequal=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
+    chosen = [policy.choose(block).block.draft_token_num for _ in range(2)]
     assert chosen == [8, 4]  # the first probes
+
+
+def test_blocks_are_whole_where_nothing_can_be_gained():
+    """Then the host does not wait for the draft, and the verify can be planned ahead."""
+    times = StepTimes({(1, 4): 1.0, (1, 8): 1.05, (4, 4): 1.0, (4, 8): 1.2}, (4, 8))
+    policy = AdaptiveWidth(8, times, unequal=False)
+    assert [policy.is_whole(requests) for requests in (1, 4)] == [True, False]
+    block = block_of(*[0.9] * 7)
+    assert policy.choose(block) == Fixed(block)
+    assert not AdaptiveWidth(8, times, unequal=True).is_whole(1)
+    assert [FixedWidth(width, 8).is_whole(1) for width in (8, 5)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -147,43 +159,32 @@ def test_widths_on_offer(monkeypatch, asked, on_cpu, on_cuda):
         monkeypatch.setenv(VARIABLE, asked)
     for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
         args = Namespace(device=device, speculative_num_draft_tokens=8)
-        assert verify_widths(args) == expected
+        assert Options.read(args).verify_widths == expected
 
 
 def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
-    """Made while the server arguments say that width, and the one that a forward of it runs on."""
-    monkeypatch.setenv(VARIABLE, "auto")
-    made = []
-    make = ModelRunner._get_attention_backend
-
-    def noted(runner, *args, **kwargs):
-        backend = make(runner, *args, **kwargs)
-        if not runner.is_draft_worker:
-            made.append((runner.server_args.speculative_num_draft_tokens, backend))
-        return backend
-
-    monkeypatch.setattr(ModelRunner, "_get_attention_backend", noted)
+    """Made while the server arguments say that width, and in use while it is verified."""
     with InProcess(target, draft) as engine:
-        runner, ran = engine.worker.model_runner, []
+        runner, made = engine.worker.model_runner, {8: engine.worker.model_runner.attn_backend}
+        make = ModelRunner._get_attention_backend
+
+        def noted(runner, *args, **kwargs):
+            width = runner.server_args.speculative_num_draft_tokens
+            made[width] = make(runner, *args, **kwargs)
+            return made[width]
+
+        monkeypatch.setattr(ModelRunner, "_get_attention_backend", noted)
+        graphs = VerifyGraphs(runner, (2, 4, 8), any_width=False)
         assert runner.server_args.speculative_num_draft_tokens == 8
-        assert sorted(width for width, _ in made) == list(range(1, 9))
-        forward = runner.forward
-
-        def watched(batch, *args, **kwargs):
-            if batch.forward_mode.is_target_verify():
-                ran.append((batch.spec_info.draft_token_num, runner.attn_backend))
-            return forward(batch, *args, **kwargs)
-
-        runner.forward = watched
-        rng = random.Random(5)
-        verify_parts(engine, lambda block: block.first(rng.randint(1, 8)))
-        engine.generate(prompt(311, 12), max_new_tokens=60, ignore_eos=True)
-    assert len({width for width, _ in ran}) > 3
-    assert all(backend is dict(made)[width] for width, backend in ran)
+        assert sorted(made) == [2, 4, 8]
+        for width, backend in made.items():
+            graphs.use(width)
+            assert runner.attn_backend is backend
+        graphs.use(8)
 
 
 def test_graphs_of_a_width_are_made_as_sglang_makes_them():
-    """What `Widths` hands to SGLang's graph runner, which only a GPU can construct."""
+    """What `VerifyGraphs` hands to SGLang's graph runner, which only a GPU can construct."""
     inspect.signature(CudaGraphRunner).bind(None, attn_backend=None)
 
 
@@ -200,28 +201,29 @@ def test_draft_ahead_is_on_or_off(target, draft, monkeypatch):
         InProcess(target, draft)
 
 
+def meta_of(counts: list[int], num_verified: int) -> dict[str, Any]:
+    """The meta_info of a request with these steps, as a server sends it."""
+    histogram = AcceptanceHistogram(counts)
+    histogram.num_verified = num_verified
+    received = pickle.loads(pickle.dumps(histogram))  # it comes from another process
+    correct = sum(number * steps for number, steps in enumerate(counts))
+    meta = {"spec_correct_drafts_histogram": received, "spec_num_correct_drafts": correct}
+    server_args = Namespace(speculative_algorithm="DFLASH", speculative_num_draft_tokens=4)
+    meta_info(None, Namespace(server_args=server_args), meta, None, 0)
+    return meta
+
+
 def test_rates_count_the_width_used():
-    class Args:
-        speculative_algorithm, speculative_num_draft_tokens = "DFLASH", 4
-
-    class Manager:
-        server_args = Args
-
-    meta = {"spec_correct_drafts_histogram": [2, 1, 0, 1, 9], "spec_num_correct_drafts": 4}
-    meta_info(None, Manager, meta, None, 0)
+    meta = meta_of([2, 1, 0, 1], num_verified=9)
     assert meta["spec_num_proposed_drafts"] == meta["spec_proposed_drafts"] == 9
     assert meta["spec_accept_rate"] == pytest.approx(4 / 9)
     assert meta["spec_accepted_per_position"] == [2, 1, 1]
-    assert meta["spec_correct_drafts_histogram"] == [2, 1, 0, 1]
-    assert meta["spec_accept_histogram"] == [2, 1, 0, 1]
+    assert type(meta["spec_correct_drafts_histogram"]) is list
+    assert meta["spec_correct_drafts_histogram"] == meta["spec_accept_histogram"] == [2, 1, 0, 1]
 
 
 def test_a_request_whose_drafts_were_never_verified_has_rate_0():
-    class Manager:
-        server_args = Namespace(speculative_algorithm="DFLASH", speculative_num_draft_tokens=4)
-
-    meta = {"spec_correct_drafts_histogram": [2, 0, 0, 0, 0], "spec_num_correct_drafts": 0}
-    meta_info(None, Manager, meta, None, 0)
+    meta = meta_of([2], num_verified=0)
     assert meta["spec_num_proposed_drafts"] == meta["spec_accept_rate"] == 0
     assert meta["spec_accepted_per_position"] == [0, 0, 0]
 
@@ -246,8 +248,8 @@ def test_width_pays(apart):
 
     def best(survival, seconds):
         if apart:
-            return best_widths(survival, seconds).tolist()
-        return [best_width(survival, seconds)] * 4
+            return own_widths(survival, seconds).tolist()
+        return [common_width(survival, seconds)] * 4
 
     assert best(sure, flat) == best(doubtful, flat) == [8] * 4
     assert min(best(sure, 4 + steep)) > max(best(doubtful, 4 + steep))
@@ -265,7 +267,7 @@ def test_only_widths_on_offer_are_chosen():
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8)).at(1)
     assert np.isinf(times).tolist() == [True, True, True, False, True, True, True, False]
     sure, doubtful = (np.full((1, 7), p).cumprod(axis=1) for p in (0.9, 0.1))
-    assert (best_width(sure, times), best_width(doubtful, times)) == (8, 4)
+    assert (common_width(sure, times), common_width(doubtful, times)) == (8, 4)
 
 
 def test_requests_are_finished_soonest():
@@ -284,7 +286,7 @@ def test_requests_are_finished_soonest():
             drafts = np.array(widths) - 1
             return (tokens / commits[range(4), drafts] * taken[drafts]).sum() / 2
 
-        chosen = best_widths(survival, taken).tolist()
+        chosen = own_widths(survival, taken).tolist()
         tried = itertools.product(range(1, 5), repeat=4)
         assert takes(chosen) == pytest.approx(min(map(takes, tried)))
         totals.append(sum(chosen))
@@ -296,12 +298,6 @@ def test_a_request_is_cut_by_its_own_drafts():
     """Sure drafts beside it do not take its own away: it would hold its place the longer."""
     sure, code = np.full(3, 1.0), np.array([0.6, 0.3, 0.1])
     taken = np.array([1.0, 1.2, 1.4, 1.6])
-    alone = best_widths(code[None], taken).tolist()
+    alone = own_widths(code[None], taken).tolist()
     assert alone == [3]
-    assert best_widths(np.stack([code, *[sure] * 7]), taken).tolist() == alone + [4] * 7
-
-
-def test_what_was_not_drafted_is_never_verified():
-    """Even where a verify of more is measured to be faster, as noise can have it."""
-    survival = np.array([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0]])
-    assert best_widths(survival, np.array([4.0, 3.0, 2.0, 1.0])).tolist() == [3, 1]
+    assert own_widths(np.stack([code, *[sure] * 7]), taken).tolist() == alone + [4] * 7

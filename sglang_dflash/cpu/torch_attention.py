@@ -1,4 +1,4 @@
-"""The `torch_native` attention backend with real query rows only.
+"""The `torch_native` attention backend, for the queries that there are.
 
 SGLang's own pads the queries of a request to its whole length, and looks up a request's slots again
 in every layer. Here a forward is planned once and a request's queries are what it has. The same
@@ -8,8 +8,10 @@ class serves prefill, decode, the draft's block (no mask) and the target's (caus
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -22,7 +24,7 @@ FEW = 32  # queries of a request that are attended with all heads of a KV head a
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of a layer may see: the keys of a mask."""
+    """The keys that the queries of a layer may see."""
 
     causal: bool
     left: int | None  # tokens before a query that it sees, None: all
@@ -82,7 +84,14 @@ class Segment:
         return seen
 
 
-class RealRowsAttention(TorchNativeAttnBackend):
+def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `ModelRunner._get_attention_backend_from_str`: our class is `torch_native`."""
+    if name != "torch_native":
+        return original(runner, name, *args, **kwargs)
+    return attn_backend_wrapper(runner, TorchAttention(runner))
+
+
+class TorchAttention(TorchNativeAttnBackend):
     """Registered as `torch_native`: SGLang picks its torch helper functions by that name."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -146,7 +155,7 @@ class RealRowsAttention(TorchNativeAttnBackend):
     forward_decode = forward_extend
 
     def _masks_of(self, view: View, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
-        """Of each request, made once a forward."""
+        """A mask for each request, made once a forward."""
         if (kind := (view, groups, dtype)) not in self._masks:
             self._masks[kind] = [segment.mask(*kind) for segment in self._segments]
         return self._masks[kind]

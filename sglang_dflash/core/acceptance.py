@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -27,25 +26,9 @@ def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Accepted(NamedTuple):
-    """What a step commits: for the host, for the next step, and for the next draft."""
+    """The result of a step, on the device."""
 
-    packed: Tensor  # [B, w + 1] int64, the target's draws, then num_accepted
-    bonus: Tensor  # [B] int64, the last committed tokens
-    lens: Tensor  # [B] int64, lengths of the contexts before these
-
-    @property
-    def num_accepted(self) -> Tensor:
-        """[B] int64"""
-        return self.packed[:, -1]
-
-
-def accept_in_torch(
-    block: Tensor, target_ids: Tensor, seq_lens: Tensor, most: int, given: Tensor | None = None
-) -> Accepted:
-    """What `kernels.accept.launch_accept` does, which has the shapes."""
-    if given is None:
-        num_accepted, bonus = accept(block, target_ids)
-    else:
-        num_accepted, bonus = given, target_ids.gather(1, given[:, None]).squeeze(1)
-    lens = (seq_lens + num_accepted + 1).clamp(max=most)
-    return Accepted(torch.cat([target_ids, num_accepted[:, None]], dim=1), bonus, lens)
+    packed: Tensor  # [B, w + 1] int64, the target's draws, then num_accepted: one copy to the host
+    bonus: Tensor  # [B] int64, the last committed token and next anchor
+    lens: Tensor  # [B] int64, tokens before the bonus
+    kv_slots: Tensor  # [B, w] int64, slots of the anchor and the accepted drafts, 0 behind them

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.server_args import get_global_server_args
 from torch import Tensor
 
-from sglang_dflash.runtime.state import DFlashBlock
+from sglang_dflash.runtime.block import DFlashBlock
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.cpu.context_kv import store_in_torch
-
 
 @dataclass(frozen=True)
 class Pools:
@@ -27,49 +25,25 @@ class Pools:
         return cls(k, v, torch.tensor(addresses, dtype=torch.int64, device=k[0].device))
 
 
-def store_context_kv(
-    kv: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    slots: Tensor,
-    pools: Pools,
-    num_accepted: Tensor | None = None,
+def launch_store_kv(
+    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
 ) -> None:
-    """Finish projected K/V of all layers and write them.
+    """Finish the projected K/V of all draft layers and write them.
 
-    kv: [n, L, 2, heads, D], K then V, the pools' dtype; norm_weight: [L, D]; cos_sin: [n, L or 1,
-    D], cos then sin (rotate-half RoPE); slots: [n] int64, 0 where nothing need be written (SGLang's
-    dummy slot); num_accepted: [B] int64, where the rows are blocks of B requests, of which the
-    anchor and these drafts are written, None: all rows. Norm and RoPE are float32 inside; each
-    rounds its result, as SGLang's kernels in the draft's own forward do.
+    kv: [n, L, 2, heads, D], K then V, of the pools' dtype; norm_weight: [L, D]; cos_sin:
+    [n, L or 1, D], cosines then sines (rotate-half RoPE); slots: [n] int64, 0 (SGLang's dummy slot)
+    for tokens that are not written. Norm and RoPE compute in float32. Each rounds its result, as
+    SGLang's kernels do in the draft's own forward. One program a token, layer and head.
     """
-    write = launch_store if kv.is_cuda else store_in_torch
-    write(kv, norm_weight, eps, cos_sin, slots, pools, num_accepted)
-
-
-def launch_store(
-    kv: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    slots: Tensor,
-    pools: Pools,
-    num_accepted: Tensor | None = None,
-) -> None:
-    """One program a token, layer and head; `cpu.context_kv.store_in_torch` is its twin."""
-    n, layers, _, heads, dim = kv.shape
+    tokens, layers, _, heads, dim = kv.shape
     assert kv.dtype == pools.k[0].dtype
-    _store[(n, layers, heads)](
+    _store_kv[(tokens, layers, heads)](
         kv.contiguous(),
         norm_weight,
         eps,
         cos_sin.contiguous(),
         slots,
         pools.addresses,
-        num_accepted,
-        stride=0 if num_accepted is None else num_accepted.stride(0),
-        width=1 if num_accepted is None else n // len(num_accepted),
         ropes=cos_sin.shape[1],
         heads=heads,
         dim=dim,
@@ -77,18 +51,42 @@ def launch_store(
     )
 
 
+def store_kv_in_torch(
+    kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
+) -> None:
+    """The twin of `launch_store_kv`. It writes the dummy slot, which nobody reads."""
+    k, v = kv.unbind(2)  # [n, L, heads, D]
+    k32 = k.float()
+    k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)
+    k32 = (k32 * norm_weight[:, None].float()).to(k.dtype).float()
+    cos, sin = cos_sin[:, :, None].float().chunk(2, dim=-1)  # [n, L or 1, 1, D/2]
+    first, second = k32.chunk(2, dim=-1)
+    k = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(k.dtype)
+    for layer, (k_pool, v_pool) in enumerate(zip(pools.k, pools.v, strict=True)):
+        k_pool[slots] = k[:, layer]
+        v_pool[slots] = v[:, layer]
+
+
+def all_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Project every token: the host does not know which of them are written."""
+    return states, positions, slots
+
+
+def written_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Keep the tokens with a slot. states: [n, ..]; positions, slots: [n] int64."""
+    written = slots.nonzero().squeeze(1)
+    return states[written], positions[written], slots[written]
+
+
 # Annotations other than tl.constexpr are taken for globals, which Triton refuses.
-@triton.jit(do_not_specialize=["stride", "width"])
-def _store(  # type: ignore[no-untyped-def]
+@triton.jit
+def _store_kv(  # type: ignore[no-untyped-def]
     kv,  # [n, L, 2, heads, D]
     norm_weight,  # [L, D]
     eps,
     cos_sin,  # [n, ropes, D]
     slots,  # [n] int64
     addresses,  # [2, L] int64
-    num_accepted,  # [n / width] int64 or None
-    stride,  # of num_accepted
-    width,  # rows a request
     ropes,
     heads: tl.constexpr,
     dim: tl.constexpr,
@@ -101,10 +99,6 @@ def _store(  # type: ignore[no-untyped-def]
     real = half < dim // 2
     here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
     slot = tl.load(slots + token)
-    if num_accepted is not None:
-        request = token // width
-        if token % width > tl.load(num_accepted + request * stride):
-            slot = slot * 0  # a plain 0 has another type
     if slot == 0:
         return
     there = slot * heads * dim + head * dim + half

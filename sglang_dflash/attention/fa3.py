@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_dflash.kernels.tables import fill_tables
+from sglang_dflash.kernels.page_tables import fill_tables
 
 
 def leave_to_the_graph(original: Any, backend: Any, *, forward_mode: Any, **given: Any) -> None:

@@ -6,14 +6,14 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
-from sglang_dflash.core.slots import ceil_align
+from sglang_dflash.core.reservation import ceil_align
 
 
 class DraftWindow:
-    """The draft reads rows of its own: the last `window` slots of the context, then the block's.
+    """Rows of the draft's own: the last `window` slots of the context, then the block's.
 
-    Slots and RoPE positions stay the target's; only which of them a row lists differs. A row begins
-    at a page boundary, as paged attention wants, so up to a page less one token more is seen.
+    Slots and RoPE positions stay the target's. A row begins at a page boundary, as paged attention
+    wants, so the draft sees up to `page_size - 1` tokens more.
     """
 
     def __init__(
@@ -26,9 +26,9 @@ class DraftWindow:
         self._page_size, self._block_size, self._exact = page_size, block_size, exact
 
     def lens(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill these rows; their lengths on the device, and bounds of them on the host.
+        """Fill these rows. Returns their lengths on the device and bounds of them on the host.
 
-        All [B] int64; seq_lens_cpu may be more than the true lengths, unless they are exact.
+        All [B] int64; seq_lens_cpu may exceed the true lengths, unless they are exact.
         """
         start = self._start(seq_lens)
         table = self._target.req_to_token

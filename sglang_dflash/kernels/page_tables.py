@@ -1,4 +1,4 @@
-"""Where each request's KV lies, for attention over pages, in one launch."""
+"""The page table and the KV length of each request, for paged attention, in one launch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def fill_tables(
     lens: Tensor,
     pages: Tensor,
 ) -> None:
-    """Lengths with the block behind the context, and the pages that hold these tokens.
+    """Fill in the KV lengths, the block included, and the pages of these tokens.
 
-    table: [R, C] int32, slots of positions a row; rows: [B] int64, seq_lens: [B] int32 or int64,
-    both contiguous; width: of the block; lens: [B] int32, filled; pages: [B, P] int32, filled as
-    far as a request's tokens reach, but for what lies behind P * page_size.
+    table: [R, C] int32, the slot of each position of a row; rows: [B] int64 and seq_lens: [B] int32
+    or int64, both contiguous; width: tokens of a block; lens: [B] int32, output; pages: [B, P]
+    int32, output. Of each request the pages of its tokens are filled, at most P.
     """
     assert table.stride(1) == pages.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))

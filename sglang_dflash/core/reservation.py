@@ -1,7 +1,7 @@
-"""Which KV slots a request needs before a step: pure host arithmetic.
+"""The KV slots that a request needs before a step: pure host arithmetic.
 
 Slots are over-allocated and reused, never freed in a step: a request holds slots for its committed
-tokens and for what may follow, and the rejected part of a block is simply written again.
+tokens and for the blocks behind them. The rejected part of a block is written again.
 SGLang frees the surplus with the request (`Req.pop_overallocated_kv_cache`).
 """
 
@@ -17,7 +17,7 @@ def ceil_align(value: int, page_size: int) -> int:
 
 
 def reserved_end(committed: int, count: int, page_size: int, row_width: int) -> int:
-    """Where a request's slots must end so that `count` tokens fit behind its committed ones.
+    """The end of a request's slots, so that `count` tokens fit behind its committed ones.
 
     A row is wider than the context by more than a block, and what lies behind that is never asked
     for: by rounding, or for a block drafted ahead of a request that ends.

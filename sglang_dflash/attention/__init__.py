@@ -1,0 +1,1 @@
+"""SGLang's CUDA attention backends, taught to serve blocks."""

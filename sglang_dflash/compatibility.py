@@ -1,0 +1,269 @@
+"""Flags, targets and drafts that cannot be served exactly, each refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.files import read_json
+from sglang_dflash.checkpoint.fit import Target, defects, misfits
+from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.errors import Refusal
+from sglang_dflash.platforms import platform_of, verify_backend
+
+WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."
+
+# (attribute, values that are served, why the others are not, the fix)
+REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
+    ("speculative_num_steps", (None, 1), "DFLASH drafts a block in one step", "Leave it out."),
+    ("speculative_eagle_topk", (None, 1), "a block is a chain, not a tree", "Leave it out."),
+    ("speculative_accept_threshold_single", (1.0,), "it makes output lossy", "Leave it at 1.0."),
+    ("speculative_accept_threshold_acc", (1.0,), "it makes output lossy", "Leave it at 1.0."),
+    ("speculative_token_map", (None,), "the draft has the target's vocabulary", "Leave it out."),
+    ("speculative_adaptive", (False,), "it adapts EAGLE's steps", "Leave it out."),
+    ("speculative_moe_a2a_backend", (None,), "the draft has no experts", "Leave it out."),
+    ("enable_dp_attention", (False,), "it is not built", "Use tensor parallelism instead."),
+    ("pp_size", (1,), "it is not built", "Use tensor parallelism instead."),
+    ("disaggregation_mode", ("null",), "it is not built", "Prefill and decode in one process."),
+    ("enable_lora", (None, False), "it is not built", "Leave the adapters out."),
+    ("kv_cache_dtype", ("auto",), "the draft's KV keeps the model's dtype", "Leave it at auto."),
+    ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
+    ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
+    ("enable_hisparse", (False,), "it is not built", "Leave it out."),
+    ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
+    ("enable_pdmux", (False,), "it is not built", "Leave it out."),
+    ("enable_two_batch_overlap", (False,), "it is not built", "Leave it out."),
+    ("dllm_algorithm", (None,), "it is not built", "Leave it out."),
+)
+
+
+def check_flags(server_args: ServerArgs) -> None:
+    """Raise `Refusal` for flags that do not go with DFLASH."""
+    if is_deepseek_dsa(server_args.get_model_config().hf_config):  # it sets flags itself
+        raise Refusal(
+            f"The target {server_args.model_path} attends to tokens that it picks (DSA), with "
+            "backends of its own, which this release does not verify with.",
+            WITHOUT_DFLASH,
+        )
+    for name, served, reason, fix in REFUSED_FLAGS:
+        value = getattr(server_args, name)
+        if value not in served:
+            flag = name.replace("_", "-")
+            raise Refusal(f"DFLASH does not work with --{flag} {value}: {reason}.", fix)
+    if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
+        raise Refusal(
+            "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
+        )
+
+
+def check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors) -> None:
+    """Raise `Refusal` for a draft that cannot be served."""
+    width = server_args.speculative_num_draft_tokens - draft.sample_from_anchor
+    found = defects(draft, tensors, width)
+    if found:
+        reasons, fixes = _joined(found)
+        raise Refusal(f"The draft {draft.path} cannot be served: {reasons}", fixes)
+    if not tensors.known and server_args.speculative_draft_load_format != "dummy":
+        raise Refusal(
+            f"The draft {draft.path} holds no safetensors file.", "Fetch the draft again."
+        )
+    _check_quantization(server_args, draft)
+    _check_windows(server_args, draft)
+    _check_finite(draft)
+
+
+def _check_quantization(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    method = draft.quantization_method
+    if method is not None and not platform_of(server_args).quantised_weights:
+        raise Refusal(
+            f"The draft {draft.path} is quantised ({method}), which is not served on a "
+            f"{server_args.device.upper()}.",
+            "Use its unquantised checkpoint.",
+        )
+    asked = server_args.speculative_draft_model_quantization
+    if asked is not None and asked not in (method, server_args.quantization):
+        raise Refusal(
+            f"--speculative-draft-model-quantization {asked} does not work: the draft is "
+            f"{method or 'unquantised'} and is served as it is.",
+            "Leave it out.",
+        )
+
+
+def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    sliding = [view for view in draft.attention if view.window is not None]
+    if not sliding:
+        return
+    platform = platform_of(server_args)
+    if not platform.anchored_windows and any(view.anchored for view in sliding):
+        raise Refusal(
+            f"The sliding windows of the draft {draft.path} count from the anchor, which no CUDA "
+            "backend of this SGLang does.",
+            "Use a z-lab draft of this target.",
+        )
+    backend = server_args.speculative_draft_attention_backend
+    if backend not in platform.sliding_drafts:
+        raise Refusal(
+            f"The draft {draft.path} has sliding-window layers, which {backend} does not compute "
+            "right without causality.",
+            f"Give --speculative-draft-attention-backend {platform.sliding_drafts[0]}.",
+        )
+
+
+def _check_finite(draft: DFlashConfig) -> None:
+    """Read every weight at startup, before a target of minutes is loaded."""
+    for file in sorted(Path(draft.path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                if not bool(torch.isfinite(weights.get_tensor(name).float()).all()):
+                    raise Refusal(f"{file} holds NaN or infinity in {name}.", "Fetch it again.")
+
+
+def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    """Raise `Refusal` for a target that cannot be served, or not with this draft."""
+    model_config = server_args.get_model_config()
+    _check_fit(server_args, model_config, draft)
+    _check_heads(server_args, draft)
+    _check_kv(server_args, model_config)
+    _check_platform(server_args, model_config)
+    cls, name = _target_class(model_config)
+    if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
+        raise Refusal(
+            f"The target class {name} returns no hidden states (it has neither "
+            "set_dflash_layers_to_capture nor set_eagle3_layers_to_capture).",
+            WITHOUT_DFLASH,
+        )
+
+
+def _check_fit(server_args: ServerArgs, model_config: ModelConfig, draft: DFlashConfig) -> None:
+    text = model_config.hf_text_config
+    target = Target(
+        path=server_args.model_path,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+    found = misfits(draft, target)
+    if found:
+        reasons, fixes = _joined(found)
+        raise Refusal(
+            f"The draft {draft.path} does not fit the target {target.path}: {reasons}", fixes
+        )
+
+
+def _joined(found: list[Refusal]) -> tuple[str, str]:
+    """All reasons, and each fix once."""
+    reasons = " ".join(refusal.what for refusal in found)
+    fixes = " ".join(dict.fromkeys(refusal.fix for refusal in found))
+    return reasons, fixes
+
+
+def _check_heads(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    ranks = server_args.tp_size
+    for kind, count in (("attention", draft.num_heads), ("KV", draft.num_kv_heads)):
+        if count % ranks and ranks % count:
+            raise Refusal(
+                f"The draft's {count} {kind} heads cannot be split over --tp {ranks}.",
+                "Give a --tp that divides them.",
+            )
+
+
+def _check_kv(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    if _has_fp8_kv(model_config):
+        raise Refusal(
+            f"The checkpoint of the target {server_args.model_path} asks for KV in FP8, and this "
+            "release keeps the draft's and the target's KV in the model's dtype.",
+            "Use a checkpoint without kv_cache_quant_algo, or serve it without "
+            "--speculative-algorithm DFLASH.",
+        )
+
+
+def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    platform, target = platform_of(server_args), f"The target {server_args.model_path}"
+    if verify_backend(server_args) == "flashinfer" and _has_windows(model_config):
+        raise Refusal(
+            f"{target} has sliding-window layers, for which SGLang's flashinfer backend cannot "
+            "verify a block.",
+            "Give --attention-backend fa3 or triton.",
+        )
+    device = server_args.device.upper()
+    if not platform.latent_attention and model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(
+            f"{target} attends in a latent space (MLA), which is not served on a {device}.",
+            "Use a GPU.",
+        )
+    if not platform.quantised_weights and model_config.quantization is not None:
+        raise Refusal(
+            f"{target} is quantised ({model_config.quantization}), which is not served on a "
+            f"{device}.",
+            "Use its unquantised checkpoint.",
+        )
+
+
+def refuse_recurrent(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs._handle_model_specific_adjustments`: targets that keep a state a request.
+
+    SGLang's own check there advises flags of another scheduler. The state after a verify is that of
+    the whole block; this release does not go back to the last accepted token's.
+    """
+    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+        return
+    model_config = server_args.get_model_config()
+    if not (_keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config)):
+        return
+    radix = ""
+    if not server_args.disable_radix_cache:
+        radix = ", nor does SGLang without --disable-radix-cache"
+    raise Refusal(
+        f"The target {server_args.model_path} keeps a recurrent state (Mamba, GDN or alike), and "
+        f"this release does not commit the right step's after a partial acceptance{radix}.",
+        WITHOUT_DFLASH,
+    )
+
+
+def _keeps_state(config: Any) -> bool:
+    """SGLang's own sign of such targets: their config class counts the layers that keep a state."""
+    kind = type(config)
+    if hasattr(kind, "mamba_layer_ids"):  # Granite's and Nemotron's may count none
+        return bool(config.mamba_layer_ids)
+    return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
+
+
+def _has_fp8_kv(model_config: ModelConfig) -> bool:
+    """Whether a ModelOpt checkpoint on this machine asks SGLang for KV in FP8.
+
+    `DFlashWorker` judges one that is fetched from a hub later.
+    """
+    config = getattr(model_config.hf_config, "quantization_config", None)
+    file = Path(model_config.model_path) / "hf_quant_config.json"
+    if config is None and file.is_file():
+        config = read_json(file)
+    if not isinstance(config, dict):
+        return False
+    if not str(config.get("quant_method", "modelopt")).startswith("modelopt"):
+        return False
+    nested = config.get("quantization")
+    if isinstance(nested, dict):
+        return str(nested.get("kv_cache_quant_algo")).upper() == "FP8"
+    scheme = config.get("kv_cache_scheme")
+    return isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+
+
+def _has_windows(model_config: ModelConfig) -> bool:
+    """Whether SGLang's class of the target reports a sliding window to its backend."""
+    cls, _ = _target_class(model_config)
+    return model_config.is_hybrid_swa or hasattr(cls, "get_attention_sliding_window_size")
+
+
+def _target_class(model_config: ModelConfig) -> tuple[type, str]:
+    """SGLang's class of the target, and its name."""
+    from sglang.srt.models.registry import ModelRegistry  # imports every model there is
+
+    found: tuple[type, str] = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
+    return found

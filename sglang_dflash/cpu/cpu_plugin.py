@@ -1,0 +1,96 @@
+"""The entry point `dflash_cpu` of `sglang.srt.plugins`, and its hooks."""
+
+from __future__ import annotations
+
+import os
+
+from sglang_dflash.hook_table import Hook, register
+
+CPU_HOOKS = (
+    Hook(
+        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
+        "AROUND",
+        "cpu.torch_attention:attention_backend",
+        "SGLang's torch_native pads queries and knows no TARGET_VERIFY",
+    ),
+    Hook(
+        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        "REPLACE",
+        "cpu.stand_ins:no_kv_copy_kernel",
+        "Triton kernel",
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        "REPLACE",
+        "cpu.stand_ins:alloc_extend",
+        "Triton kernel",
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
+        "REPLACE",
+        "cpu.stand_ins:alloc_decode",
+        "Triton kernel",
+    ),
+    Hook(
+        "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "AROUND",
+        "cpu.stand_ins:apply_vocab_mask",
+        "no CPU branch",
+    ),
+    Hook(
+        "server_args.ServerArgs._handle_cpu_backends",
+        "BEFORE",
+        "cpu.stand_ins:default_backend",
+        "SGLang's default backend needs AMX and cannot verify",
+    ),
+    Hook(
+        "layers.utils.hash.murmur_hash32",
+        "REPLACE",
+        "cpu.stand_ins:murmur_hash32",
+        "Triton kernel",
+    ),
+    Hook(
+        "batch_invariant_ops.enable_batch_invariant_mode",
+        "REPLACE",
+        "cpu.stand_ins:keep_aten",
+        "Triton kernels; a row's result on CPU is the same up to rounding",
+    ),
+    Hook(
+        "arg_groups.speculative_hook.handle_speculative_decoding",
+        "AFTER",
+        "cpu.stand_ins:default_limits",
+        "SGLang sizes KV for a GPU and wants a NUMA node a rank",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.init_piecewise_cuda_graphs",
+        "AFTER",
+        "cpu.graphs:init_cpu_graphs",
+        "a small forward spends a fifth of its time in the Python of its modules",
+    ),
+    *(
+        Hook(
+            f"model_executor.model_runner.ModelRunner.update_weights_from_{source}",
+            "AFTER",
+            "cpu.graphs:forget",
+            "CPU graphs hold the tensors of the old weights",
+        )
+        for source in ("disk", "tensor", "distributed", "ipc")
+    ),
+)
+
+
+def dflash_cpu() -> None:
+    """Let SGLang run on a machine without an accelerator."""
+    import torch
+
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        return
+    from sglang.srt.utils import common
+
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
+    common.is_cpu.cache_clear()
+    from sglang.srt import server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    register(CPU_HOOKS)

@@ -1,0 +1,75 @@
+"""The draft's own TP worker: its server arguments, and when its graphs are captured."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.server_args import (
+    ServerArgs,
+    get_global_server_args,
+    set_global_server_args_for_scheduler,
+)
+
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.server_args import draft_config
+
+
+def make_draft_worker(
+    server_args: ServerArgs,
+    target: TpModelWorker,
+    rows: ReqToTokenPool,
+    kernels: Kernels,
+    weigh: bool,
+    **place: int | None,
+) -> TpModelWorker:
+    """A TP worker of the draft on these rows and the target's allocator.
+
+    weigh: the draft computes the probability of each draft, too.
+
+    The draft's forward reads the target's embedding and LM head, which can be bound only once both
+    models exist. So its graphs are captured after that, not inside the constructor.
+    """
+    config = target.model_config
+    args = draft_server_args(server_args, config.context_len, config.dtype)
+    saved = get_global_server_args()
+    try:
+        worker = TpModelWorker(
+            server_args=args,
+            pp_rank=0,
+            is_draft_worker=True,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
+            memory_pool_config=target.model_runner.memory_pool_config,
+            **place,
+        )
+        worker.model_runner.model.bind(target.model_runner.model, kernels, weigh)
+        args.disable_cuda_graph = server_args.disable_cuda_graph
+        worker.model_runner.init_device_graphs()
+        # SGLang's way for draft workers. The arguments disable it on CUDA; on a CPU ours captures.
+        worker.model_runner.init_piecewise_cuda_graphs(force_for_draft_worker=True)
+    finally:
+        set_global_server_args_for_scheduler(saved)
+    return worker
+
+
+def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dtype) -> ServerArgs:
+    """The arguments of the draft's worker, without graphs.
+
+    context_len, dtype: the target's. The draft reads the target's states and embeddings as they
+    are, so it computes in their dtype, whatever its own checkpoint says.
+    """
+    args = copy.deepcopy(server_args)
+    args.skip_tokenizer_init = True
+    args.disable_cuda_graph = args.disable_piecewise_cuda_graph = True
+    args.attention_backend = server_args.speculative_draft_attention_backend
+    args.speculative_draft_attention_backend = None
+    args.prefill_attention_backend = args.decode_attention_backend = None
+    # A draft that predicts from the anchor reads one position fewer than the target verifies.
+    args.speculative_num_draft_tokens -= draft_config(server_args).sample_from_anchor
+    args.context_length = context_len
+    args.dtype = str(dtype).removeprefix("torch.")
+    args.kv_cache_dtype = "auto"
+    return args

@@ -1,0 +1,188 @@
+"""Every hook of DFLASH into SGLang, with the reason why it must exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Hook(NamedTuple):
+    target: str  # dotted name in sglang.srt
+    kind: str  # HookType member
+    function: str  # module:name in this package, imported at first use
+    why: str
+
+
+def register(hooks: tuple[Hook, ...]) -> None:
+    """Register hooks with SGLang, which applies them when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        target = f"sglang.srt.{hook.target}"
+        HookRegistry.register(target, _lazy(hook.function), HookType[hook.kind])
+
+
+def _lazy(function: str) -> Callable[..., Any]:
+    """Import our side of a hook at its first call: SGLang's modules load in their own order."""
+    place, name = function.split(":")
+    module = cache(lambda: import_module(f"sglang_dflash.{place}"))
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return getattr(module(), name)(*args, **kwargs)
+
+    hook.__qualname__ = function
+    return hook
+
+
+DFLASH_HOOKS = (
+    Hook(
+        "server_args.ServerArgs.add_cli_args",
+        "AFTER",
+        "options:add_cli_args",
+        "options that SGLang does not have",
+    ),
+    Hook(
+        "server_args.ServerArgs.__post_init__",
+        "BEFORE",
+        "server_args:adopt_speculators",
+        "a speculators checkpoint given as --model-path names its target inside",
+    ),
+    Hook(
+        "server_args.ServerArgs._handle_model_specific_adjustments",
+        "BEFORE",
+        "compatibility:refuse_recurrent",
+        "SGLang's advice for recurrent-state targets is of another scheduler",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._handle_dflash",
+        "REPLACE",
+        "server_args:handle_dflash",
+        "the built-in warns and falls back where we refuse",
+    ),
+    Hook(
+        "speculative.dflash_utils.validate_dflash_request",
+        "REPLACE",
+        "hooks:validate_request",
+        "the built-in refuses logprobs and grammars",
+    ),
+    Hook(
+        "speculative.dflash_utils.parse_dflash_draft_config",
+        "REPLACE",
+        "hooks:parse_draft_config",
+        "one reading of the checkpoint for the whole process",
+    ),
+    Hook(
+        "utils.hf_transformers.config.get_config",
+        "AROUND",
+        "hooks:get_config",
+        "SGLang builds the draft runner from a Transformers config",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture",
+        "AROUND",
+        "hooks:capture_layers",
+        "the last layer can be a target layer",
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor.forward",
+        "AROUND",
+        "hooks:append_final_state",
+        "the last layer's state is known only there",
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        "AROUND",
+        "hooks:logits_of_a_verify",
+        "SGLang copies every verify's logits to float32; greedy batches need the argmax alone",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        "AFTER",
+        "hooks:meta_info",
+        "acceptance by block position is no field of SGLang's",
+    ),
+    Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",
+        "AROUND",
+        "hooks:streamed_logprobs",
+        "SGLang streams the first token's top logprobs for all tokens of a chunk",
+    ),
+    Hook(
+        "layers.utils.logprob.get_token_ids_logprobs_raw",
+        "AROUND",
+        "hooks:token_ids_logprobs",
+        "a batch that mixes token_ids_logprob with other logprobs ends SGLang's scheduler",
+    ),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+        "AROUND",
+        "hooks:tokens_for_next_decode",
+        "slots are kept between steps, so a step needs fewer than a block",
+    ),
+    Hook(
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "AFTER",
+        "hooks:cell_size",
+        "the draft's KV has its own heads and layers",
+    ),
+    Hook(
+        "model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",
+        "AFTER",
+        "hooks:windowed_cell_size",
+        "targets with sliding windows have two pools, whose size counts no draft",
+    ),
+    Hook(
+        "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash",
+        "REPLACE",
+        "hooks:cell_size_is_counted",
+        "the built-in guesses the draft's KV from the target's",
+    ),
+    Hook(
+        "speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        "REPLACE",
+        "hooks:no_mask",
+        "a chain needs no mask; the built-in builds one a request",
+    ),
+)
+
+CUDA_HOOKS = (
+    Hook(
+        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
+        "AFTER",
+        "hooks:room_for_a_block",
+        "FA3's page tables end at the context, a verify up to a block behind it",
+    ),
+    Hook(
+        "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",
+        "AROUND",
+        "attention.fa3:leave_to_the_graph",
+        "seven launches before each replay, where one inside of it is enough",
+    ),
+    Hook(
+        "layers.attention.flashattention_backend"
+        ".FlashAttentionBackend.init_forward_metadata_in_graph",
+        "AFTER",
+        "attention.fa3:begin_forward",
+        "that one launch, and the schedule of the next hook but one",
+    ),
+    Hook(
+        "layers.attention.hybrid_attn_backend.HybridAttnBackend.init_forward_metadata_in_graph",
+        "AFTER",
+        "attention.fa3:begin_in_either",
+        "a target with two backends does not announce a graph to either",
+    ),
+    Hook(
+        "layers.attention.flashattention_backend.flash_attn_with_kvcache",
+        "AROUND",
+        "attention.fa3:scheduled",
+        "every layer of a verify schedules the same lengths again",
+    ),
+    Hook(
+        "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
+        "AFTER",
+        "attention.flashinfer:plan_by_the_host",
+        "a plan fetches lengths from the device that the host knows",
+    ),
+)

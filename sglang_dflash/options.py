@@ -1,0 +1,92 @@
+"""The options that SGLang does not have: read once from the environment, or refused.
+
+The command line writes them to the environment. Users of `sglang.Engine` set it themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash.errors import Refusal
+from sglang_dflash.platforms import Platform, platform_of
+
+VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
+DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
+
+
+class _ToEnvironment(argparse.Action):
+    """Sets the variable that `const` names."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        os.environ[self.const] = values
+
+
+def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER `ServerArgs.add_cli_args`."""
+    parser.add_argument(
+        "--speculative-dflash-verify-width",
+        action=_ToEnvironment,
+        const=VERIFY_WIDTH,
+        metavar="{full,N,auto}",
+        help="Number of positions of a DFLASH block that the target verifies. auto picks the width "
+        "with the highest expected throughput. Default: auto on a CPU, full on CUDA.",
+    )
+    parser.add_argument(
+        "--speculative-dflash-draft-ahead",
+        action=_ToEnvironment,
+        const=DRAFT_AHEAD,
+        metavar="{on,off}",
+        help="Queue the draft of the next DFLASH block before the host handles results. "
+        "Default: on with CUDA, off on a CPU.",
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server drafts and verifies."""
+
+    block_size: int  # positions N of a whole block, the anchor included
+    verify_widths: tuple[int, ...]  # on offer, ascending; of several, each step chooses
+    draft_ahead: bool  # the next block is drafted while the host commits this one
+
+    @classmethod
+    def read(cls, server_args: Any) -> Options:
+        """Read the environment for server arguments with a block size; raises `Refusal`."""
+        block_size = int(server_args.speculative_num_draft_tokens)
+        platform = platform_of(server_args)
+        widths = os.environ.get(VERIFY_WIDTH, platform.verify_width)
+        ahead = os.environ.get(DRAFT_AHEAD, platform.draft_ahead)
+        if ahead not in ("on", "off"):
+            raise Refusal(
+                f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {ahead!r} does not work.",
+                "Give on or off.",
+            )
+        return cls(block_size, _verify_widths(widths, block_size, platform), ahead == "on")
+
+    @property
+    def reserved_tokens(self) -> int:
+        """KV slots that a decode step needs behind a request's committed tokens.
+
+        A block drafted ahead lies behind all tokens that the step before it may commit, which are
+        a block.
+        """
+        return self.block_size * (2 if self.draft_ahead else 1)
+
+
+def _verify_widths(asked: str, block_size: int, platform: Platform) -> tuple[int, ...]:
+    if asked == "full":
+        return (block_size,)
+    if asked == "auto" and platform.unequal_widths:
+        return tuple(range(1, block_size + 1))
+    if asked == "auto":  # each width has an attention backend and graphs of its own
+        quarters = {max(2, block_size * i // 4) for i in range(1, 5)}
+        return tuple(sorted(quarters))
+    if not asked.isdecimal() or not 2 <= int(asked) <= block_size:
+        raise Refusal(
+            f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) {asked!r} does not work.",
+            f"Give full, auto, or 2 to {block_size}.",
+        )
+    return (int(asked),)

@@ -1,0 +1,63 @@
+"""Capabilities and defaults of each kind of device. The server's --device chooses once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash.errors import Refusal
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Capabilities and defaults of a device."""
+
+    attention_backends: tuple[str, ...]  # that draft and verify blocks; the first one is advised
+    verify_width: str  # default of --speculative-dflash-verify-width
+    draft_ahead: str  # default of --speculative-dflash-draft-ahead
+    unequal_widths: bool  # attention serves any verify width, and another one for each request
+    latent_attention: bool  # MLA targets
+    quantised_weights: bool
+    sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
+    anchored_windows: bool  # windows that count back from the anchor
+
+
+PLATFORMS = {
+    # Triton serves every target and runs on every GPU. SGLang's code of the others was read.
+    "cuda": Platform(
+        attention_backends=("triton", "fa3", "flashinfer"),
+        verify_width="full",
+        draft_ahead="on",
+        unequal_widths=False,
+        latent_attention=True,
+        quantised_weights=True,
+        sliding_drafts=("triton",),
+        anchored_windows=False,
+    ),
+    "cpu": Platform(
+        attention_backends=("torch_native",),
+        verify_width="auto",
+        draft_ahead="off",  # a CPU has nothing to overlap
+        unequal_widths=True,
+        latent_attention=False,
+        quantised_weights=False,
+        sliding_drafts=("torch_native",),
+        anchored_windows=True,
+    ),
+}
+
+
+def platform_of(server_args: Any) -> Platform:
+    """The platform of these server arguments; raises `Refusal` for any other device."""
+    if server_args.device not in PLATFORMS:
+        raise Refusal(
+            f"DFLASH does not run on {server_args.device}.",
+            f"Serve on {' or '.join(PLATFORMS)}, or without --speculative-algorithm DFLASH.",
+        )
+    return PLATFORMS[server_args.device]
+
+
+def verify_backend(server_args: Any) -> str:
+    """The target's attention backend that verifies blocks."""
+    prefill, decode = server_args.get_attention_backends()
+    return str(prefill if server_args.speculative_attention_mode == "prefill" else decode)

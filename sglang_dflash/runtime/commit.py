@@ -1,0 +1,147 @@
+"""Commit: requests and lengths take over the accepted tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from torch import Tensor
+
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.runtime.logit_rules import penalties_of
+from sglang_dflash.runtime.logprobs import append_committed
+from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepCounters
+from sglang_dflash.runtime.verify import Verified
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The tokens that a request took in a step, at least one."""
+
+    tokens: list[int]
+    num_accepted: int  # drafts among them
+
+
+class Committer:
+    def __init__(self, counters: StepCounters | None) -> None:
+        self._counters = counters
+
+    def commit(
+        self, batch: ScheduleBatch, verified: Verified, packed: Tensor
+    ) -> GenerationBatchResult:
+        """Hand the accepted tokens to their requests. packed: `Accepted.packed` on the host."""
+        block, output = verified.block, verified.output
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            num_committed = verified.accepted.packed[:, -1] + 1
+            penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
+            penalties.advance(block.token_ids, num_committed)
+        committed = self._commit_requests(batch, packed.tolist(), block.lens)
+        tokens = [each.tokens for each in committed]
+        accepted = [each.num_accepted for each in committed]
+        if self._counters is not None:
+            self._counters.observe(accepted)
+        if batch.return_logprob:
+            append_committed(batch, output.next_token_logits.split(block.lens), tokens)
+        if batch.return_hidden_states:
+            _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
+        _advance(batch, verified.accepted)
+        output.hidden_states = None
+        result = verified.result
+        result.next_token_ids = verified.accepted.bonus
+        result.num_correct_drafts = sum(accepted)
+        result.num_correct_drafts_per_req_cpu = accepted
+        return result
+
+    def _commit_requests(
+        self, batch: ScheduleBatch, packed: list[list[int]], widths: list[int]
+    ) -> list[Committed]:
+        """packed: w draws a request, then num_accepted; widths: the verify width of each."""
+        committed = []
+        think_end = batch.model_config.think_end_id
+        for req, (*drawn, num_accepted), width in zip(batch.reqs, packed, widths, strict=True):
+            taken = append_until_finished(req, drawn[: num_accepted + 1])
+            tokens, accepted = drawn[:taken], min(taken, num_accepted)
+            _count(req, taken, accepted, width - 1)
+            if think_end is not None and req.require_reasoning:
+                req.update_reasoning_tokens(tokens, think_end)
+            committed.append(Committed(tokens, accepted))
+        return committed
+
+
+def append_until_finished(req: Req, tokens: list[int]) -> int:
+    """Append a request's committed tokens, as one-token decoding would.
+
+    The token that finishes the request is the last. Returns the number of tokens taken, at least 1.
+    """
+    before = len(req.output_ids)
+    for part in _parts(req, tokens):
+        req.output_ids.extend(part)
+        req.update_finish_state(len(part))
+        if req.grammar is not None:
+            _accept_by_grammar(req, part[0])
+        if req.finished():
+            del req.output_ids[req.finished_len or len(req.output_ids) :]
+            break
+    return len(req.output_ids) - before
+
+
+def _parts(req: Req, tokens: list[int]) -> list[list[int]]:
+    """Split tokens into runs that SGLang can judge at once.
+
+    It finds the first end token of several. It looks for stop strings behind the last token alone,
+    and checks the length before all else.
+    """
+    sampling = req.sampling_params
+    if req.grammar or req.to_finish or sampling.stop_strs or sampling.stop_regex_strs:
+        return [[token] for token in tokens]
+    last = max(0, sampling.max_new_tokens - len(req.output_ids) - 1)
+    return [part for part in (tokens[:last], tokens[last : last + 1]) if part]
+
+
+def _accept_by_grammar(req: Req, token: int) -> None:
+    try:
+        req.grammar.accept_token(token)
+    except ValueError as error:
+        logger.error("Grammar of request %s: %s", req.rid, error)
+        req.to_finish = FINISH_ABORT(f"The grammar refused token {token}.")
+        req.update_finish_state()
+
+
+def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:
+    """Count a step of a request: in SGLang's own fields, and the drafts that were verified."""
+    req.kv_committed_len += taken
+    req.decode_batch_idx += 1
+    req.spec_verify_ct += 1
+    req.spec_num_correct_drafts += num_accepted
+    if not isinstance(req.spec_correct_drafts_histogram, AcceptanceHistogram):
+        req.spec_correct_drafts_histogram = AcceptanceHistogram()
+    req.update_spec_correct_drafts_histogram(num_accepted)
+    req.spec_correct_drafts_histogram.num_verified += num_verified
+
+
+def _advance(batch: ScheduleBatch, accepted: Accepted) -> None:
+    """Advance all lengths in new tensors.
+
+    Device and host differ only for requests that finished inside their accepted tokens. Those
+    leave the batch before the next step.
+    """
+    batch.seq_lens, batch.orig_seq_lens = accepted.lens, accepted.lens.int()
+    committed = [req.kv_committed_len for req in batch.reqs]
+    batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
+
+
+def _append_hidden_states(
+    batch: ScheduleBatch, states: Sequence[Tensor], tokens: list[list[int]]
+) -> None:
+    """Append the last layer's state of each committed position. states: [w, .. + H] a request."""
+    hidden_size = batch.model_config.hidden_size
+    for req, request_states, taken in zip(batch.reqs, states, tokens, strict=True):
+        if req.return_hidden_states:
+            last_layer = request_states[: len(taken), -hidden_size:]
+            req.hidden_states.extend(last_layer.tolist())

@@ -1,0 +1,84 @@
+"""Draft ahead: queue the next block's draft before the host handles the step's results."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from torch import Tensor
+
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.prefill import is_whole
+from sglang_dflash.runtime.propose import Drafter
+from sglang_dflash.runtime.slots import Slots
+from sglang_dflash.runtime.state import HostCopy
+from sglang_dflash.runtime.verify import Verified, Verifier
+from sglang_dflash.runtime.verify_width import VerifyWidth
+
+
+class NextDraft(Protocol):
+    """A policy: the block that a step or a prefill leaves behind, or None to draft it later."""
+
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
+        """anchors: [B] int64, the first tokens."""
+
+    def after_verify(
+        self, batch: ScheduleBatch, verified: Verified, packed: HostCopy
+    ) -> DFlashBlock | None:
+        """packed: `Accepted.packed`, on its way to the host."""
+
+
+class DraftLater:
+    """Draft at the beginning of the next step."""
+
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> None:
+        return None
+
+    def after_verify(self, batch: ScheduleBatch, verified: Verified, packed: HostCopy) -> None:
+        return None
+
+
+class DraftAhead:
+    """Draft at once, and plan the verify of the draft where its width is known."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        verifier: Verifier,
+        slots: Slots,
+        verify_width: VerifyWidth,
+        context_len: int,
+        exact_lengths: bool,
+        plans: bool,
+    ) -> None:
+        """exact_lengths: the draft is planned by true lengths, so it waits for the accepted ones.
+
+        plans: verifies are planned ahead.
+        """
+        self._drafter, self._verifier, self._slots = drafter, verifier, slots
+        self._verify_width, self._context_len = verify_width, context_len
+        self._exact_lengths, self._plans = exact_lengths, plans
+
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
+        if not is_whole(batch) or not batch.check_decode_mem():
+            return None
+        self._slots.reserve(batch.reqs)
+        return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
+
+    def after_verify(
+        self, batch: ScheduleBatch, verified: Verified, packed: HostCopy
+    ) -> DFlashBlock:
+        if batch.return_hidden_states:
+            # The draft's graph may write where a narrower verify's graph left them.
+            output = verified.output
+            output.hidden_states = output.hidden_states.clone()
+        accepted, rows = verified.accepted, batch.req_pool_indices
+        most_committed: Tensor | int = verified.block.draft_token_num
+        if self._exact_lengths:
+            most_committed = packed.wait()[:, -1] + 1
+        # Only a request that ends in this step can come past the context length.
+        seq_lens_cpu = (batch.seq_lens_cpu + most_committed).clamp(max=self._context_len)
+        block = self._drafter.propose(batch, accepted.bonus, accepted.lens, seq_lens_cpu)
+        if self._plans and self._verify_width.is_whole(len(rows)):
+            self._verifier.plan(rows, block, accepted.lens, seq_lens_cpu)
+        return block

@@ -1,0 +1,71 @@
+"""Prefill: the target's forward of prompts, its first draw, and the context KV of every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from torch import Tensor
+
+from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.runtime.logprobs import attach_after_prefill
+from sglang_dflash.runtime.sample import TargetSampler
+from sglang_dflash.runtime.state import HostCopy
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    result: GenerationBatchResult
+    anchors: Tensor  # [B] int64, the first tokens
+    copy: HostCopy  # of the anchors
+
+
+class Prefill:
+    def __init__(
+        self, target: TpModelWorker, sampler: TargetSampler, context_kv: ContextKV
+    ) -> None:
+        self._target, self._sampler, self._context_kv = target, sampler, context_kv
+        self._runner = target.model_runner
+        graphs = self._runner.piecewise_cuda_graph_runner
+        if graphs is not None and not target.server_args.enable_breakable_cuda_graph:
+            # The captured model returns hidden states; only SGLang's runner does not know.
+            graphs.capture_hidden_mode = CaptureHiddenMode.FULL
+
+    def run(self, batch: ScheduleBatch) -> Prefilled:
+        """Run a prefill. The first tokens are copied before the context KV is queued."""
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        forward_batch = ForwardBatch.init_new(batch, self._runner)
+        result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
+        output = result.logits_output
+        first = self._sampler(output.next_token_logits, batch, batch.seq_lens - 1, block=None)
+        if batch.return_logprob:
+            attach_after_prefill(self._runner.sampler, batch, output, first)
+        copy = HostCopy(first)
+        positions = forward_batch.positions.long()
+        self._context_kv.write(output.hidden_states, positions, batch.out_cache_loc)
+        if batch.return_hidden_states:
+            _append_prompt_states(batch, output.hidden_states)
+        output.hidden_states = None
+        return Prefilled(result, first, copy)
+
+
+def is_whole(batch: ScheduleBatch) -> bool:
+    """Whether all requests of a prefill go on to decode."""
+    if batch.is_prefill_only:
+        return False
+    return all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
+
+
+def _append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:
+    """Append the last layer's states of each request's last chunk. states: [T, .. + H].
+
+    SGLang itself takes a request's states from the place where they would lie if all requests
+    wanted theirs and no prefix were cached.
+    """
+    last_layer = states[:, -batch.model_config.hidden_size :]
+    for req, chunk in zip(batch.reqs, last_layer.split(batch.extend_lens), strict=True):
+        if req.return_hidden_states and req.inflight_middle_chunks <= 0:
+            req.hidden_states.append(chunk.tolist())

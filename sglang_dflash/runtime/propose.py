@@ -1,0 +1,81 @@
+"""Propose: one non-causal forward of the draft over anchor and masks."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
+
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.model.vocabulary import CERTAIN
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.draft_window import DraftWindow
+
+
+class Drafter:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        table: Tensor,
+        window: DraftWindow | None,
+        block_size: int,
+        kernels: Kernels,
+    ) -> None:
+        """table: [R, C] int32, `req_to_token` of target and draft; block_size: positions N."""
+        self._runner, self._table, self._window = runner, table, window
+        self._block_size, self._kernels = block_size, kernels
+        draft = runner.model.dflash
+        self._mask_token_id = draft.mask_token_id
+        # A draft that predicts from the anchor reads one position fewer than the target verifies.
+        self._draft_width = block_size - draft.sample_from_anchor
+        self._first_draft = 0 if draft.sample_from_anchor else 1
+
+    def propose(
+        self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> DFlashBlock:
+        """Draft the next block of every request.
+
+        anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
+        seq_lens_cpu: [B] int64 on the host, at least these, and exactly these for FlashInfer. The
+        block's slots hold the K/V of the draft's masks.
+        """
+        rows = batch.req_pool_indices
+        given = anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
+        token_ids, positions, slots = self._kernels.next_block(*given)
+        predicted = self._forward(
+            DFlashBlock(
+                token_ids[:, : self._draft_width],
+                positions[:, : self._draft_width],
+                slots[:, : self._draft_width],
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+            ),
+            rows,
+            seq_lens,
+            seq_lens_cpu,
+        )
+        drafts, probabilities = predicted[:, self._first_draft :], None
+        if self._runner.model.weigh:
+            drafts, weights = drafts.unbind(2)
+            probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
+        # This copies the drafts: the graphs of draft and target share memory.
+        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
+        return DFlashBlock(token_ids, positions, slots, probabilities)
+
+    def _forward(
+        self, masked: DFlashBlock, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> Tensor:
+        """Run the draft. Returns ids, [B, draft width] int64, or [.., 2] with probabilities."""
+        if self._window is not None:
+            seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
+        forward = masked.forward_batch(rows, seq_lens, seq_lens_cpu)
+        output = self._runner.forward(forward).logits_output
+        return masked.unflatten(output.hidden_states)
+
+    def dry_run(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
+        """Run the draft's forward on dummy slots, to time it."""
+        dummy = rows.new_zeros(len(rows), self._draft_width)
+        positions = seq_lens[:, None] + torch.arange(self._draft_width, device=rows.device)
+        masked = DFlashBlock(dummy, positions, dummy, capture_hidden_mode=CaptureHiddenMode.NULL)
+        self._runner.forward(masked.forward_batch(rows, seq_lens, seq_lens_cpu))

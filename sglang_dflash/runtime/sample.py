@@ -1,0 +1,129 @@
+"""Sample: the target draws a token at every position, after a prefill and in blocks alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.sampler import (
+    Sampler,
+    sampling_from_probs_torch,
+    top_k_top_p_min_p_sampling_from_probs_torch,
+)
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from torch import Tensor
+
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.logit_rules import (
+    has_rules,
+    mask_by_grammar,
+    penalties_of,
+    recount,
+    run_custom_processors,
+)
+
+
+class TargetSampler:
+    """Applies the requests' logit rules, then draws with SGLang's sampler."""
+
+    def __init__(self, sampler: Sampler, kernels: Kernels) -> None:
+        self._sampler, self._kernels = sampler, kernels
+        self._group = get_tp_group()
+
+    def __call__(
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
+    ) -> Tensor:
+        """Draw the token behind every position: [T] int64, equal on all ranks.
+
+        logits: [T, V], float32 unless `is_argmax`, changed in place; positions: [T] int64 of the
+        inputs; block: the block of these positions, or None after a prefill, which has one position
+        a request.
+        """
+        self._apply_rules(logits, batch, block)
+        ids = self._draw(logits, batch, positions, block)
+        # Ranks hold the same logits up to rounding: a near-tie must not part them.
+        return self._group.broadcast(ids, src=0)
+
+    def is_argmax(self, batch: ScheduleBatch) -> bool:
+        """Whether a batch asks for nothing but the largest logit of each position."""
+        return bool(batch.sampling_info.is_all_greedy) and not has_rules(batch)
+
+    def _apply_rules(self, logits: Tensor, batch: ScheduleBatch, block: DFlashBlock | None) -> None:
+        if not has_rules(batch):
+            return
+        info, orchestrator = batch.sampling_info, batch.sampling_info.penalizer_orchestrator
+        tokens = None if block is None else block.token_ids
+        spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
+        if orchestrator.is_required:
+            penalties = penalties_of(orchestrator)
+            if block is None:
+                recount(penalties, batch.reqs, batch.device)
+            penalties.apply(spread, tokens)
+        if batch.has_grammar:
+            mask_by_grammar(spread.flatten(0, 1), batch, tokens)
+        if info.logit_bias is not None:
+            spread.add_(info.logit_bias[:, None])
+        if info.has_custom_logit_processor:
+            run_custom_processors(spread[:, 0], info, batch.reqs)
+        if block is not None and block.present is not None:
+            logits.copy_(spread[block.present])  # `unflatten` made a copy
+
+    def _draw(
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
+    ) -> Tensor:
+        greedy = self._kernels.largest(logits).column
+        info = batch.sampling_info
+        if info.is_all_greedy:
+            return greedy
+        info = _by_position(info, block)
+        probs = torch.softmax(logits / info.temperatures, dim=-1)
+        if info.sampling_seed is not None:
+            each = [req.sampling_params for req in batch.reqs]
+            filtered = torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
+            drawn = self._draw_seeded(probs, info, positions, _expand(filtered, block))
+        else:
+            filters = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
+            simple = not any(filters)
+            drawn = self._sampler._sample_from_probs(probs, info, positions, simple).long()
+        return torch.where(info.top_ks <= 1, greedy, drawn)
+
+    def _draw_seeded(
+        self, probs: Tensor, info: SamplingBatchInfo, positions: Tensor, filtered: Tensor
+    ) -> Tensor:
+        """Draw each position by the path of its own parameters, so that its seed alone decides.
+
+        SGLang takes one path for a whole batch, and the two index their noise differently: by
+        vocabulary id, or by rank where a filter sorts. The caller overwrites greedy positions.
+        """
+        drawn = torch.zeros_like(positions)
+        for mask, sort in ((~filtered, False), (filtered, True)):
+            at = mask.nonzero().squeeze(1).to(probs.device)
+            if len(at) == 0:
+                continue
+            seed, position = info.sampling_seed[at], positions[at]
+            if sort:
+                filters = info.top_ks[at], info.top_ps[at], info.min_ps[at], False, seed, position
+                ids = top_k_top_p_min_p_sampling_from_probs_torch(probs[at], *filters)
+            else:
+                ids = sampling_from_probs_torch(probs[at], seed, position)
+            drawn[at] = ids.long()
+        return drawn
+
+
+def _expand(requests: Tensor, block: DFlashBlock | None) -> Tensor:
+    """Repeat each request's value, [B, ..], for its positions."""
+    return requests if block is None else block.expand(requests)
+
+
+def _by_position(info: SamplingBatchInfo, block: DFlashBlock | None) -> SamplingBatchInfo:
+    """Each request's sampling parameters for all its positions."""
+    expanded = {}
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
+        value = getattr(info, name)
+        if value is not None:
+            expanded[name] = _expand(value, block)
+    return replace(info, **expanded)

@@ -1,0 +1,89 @@
+"""Step times, measured at startup on forwards without requests."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
+
+from sglang_dflash.core.throughput import StepTimes
+from sglang_dflash.kernels.next_block import block_positions
+from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.propose import Drafter
+from sglang_dflash.runtime.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+MOST_MEASURED = 64  # requests
+REPEATS = 3
+CONTEXT = 256  # tokens before each block
+
+
+class StepTimer:
+    """Times drafts and verifies of a number of requests."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter,
+        verifier: Verifier,
+        context_kv: ContextKV,
+        draft_window: int | None,
+    ) -> None:
+        self._runner, self._drafter, self._verifier = runner, drafter, verifier
+        self._context_kv = context_kv
+        block_size = runner.server_args.speculative_num_draft_tokens
+        longest = runner.model_config.context_len - block_size
+        self._length = min(CONTEXT, longest, draft_window or CONTEXT)
+        self._most = min(runner.server_args.max_running_requests, MOST_MEASURED)
+
+    @torch.no_grad()
+    def measure(self, widths: Sequence[int]) -> StepTimes:
+        """Seconds of a step by batch size and verify width, equal on all ranks."""
+        batches = [2**i for i in range(self._most.bit_length()) if 2**i < self._most]
+        batches.append(self._most)
+        grid = sorted({1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else set(widths))
+        drafts = dict.fromkeys(batches, math.inf)
+        verifies = dict.fromkeys(itertools.product(batches, grid), math.inf)
+        for _ in range(REPEATS):  # in turn, so that a slow moment falls on no width alone
+            for batch in batches:
+                drafts[batch] = min(drafts[batch], self._seconds(self._draft, batch))
+            for batch, width in verifies:
+                seconds = self._seconds(self._verify, batch, width)
+                verifies[batch, width] = min(verifies[batch, width], seconds)
+        drafts, verifies = get_tp_group().broadcast_object((drafts, verifies), src=0)
+        logger.info("DFLASH: seconds of a draft: %s, of a verify: %s", drafts, verifies)
+        steps = {key: drafts[key[0]] + seconds for key, seconds in verifies.items()}
+        return StepTimes(steps, widths)
+
+    def _seconds(self, forward: Callable[..., None], *given: int) -> float:
+        started = time.perf_counter()
+        forward(*given)
+        torch.get_device_module(self._runner.device).synchronize()
+        return time.perf_counter() - started
+
+    def _draft(self, batch: int) -> None:
+        self._drafter.dry_run(*self._requests(batch))
+
+    def _verify(self, batch: int, width: int) -> None:
+        rows, seq_lens, seq_lens_cpu = self._requests(batch)
+        dummy = rows.new_zeros(batch, width)
+        block = DFlashBlock(dummy, block_positions(seq_lens, width), dummy)
+        forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
+        output = self._verifier.dry_run(forward, width)
+        slots = torch.ones_like(block.out_cache_loc)  # any that is written; no request is there
+        self._context_kv.write(output.hidden_states, block.positions, slots)
+
+    def _requests(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and lengths of requests that are not there: [B] int64 each, the last on the host."""
+        seq_lens_cpu = torch.full((batch,), self._length)
+        rows = torch.arange(batch, device=self._runner.device)
+        return rows, seq_lens_cpu.to(rows.device), seq_lens_cpu

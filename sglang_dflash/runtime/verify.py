@@ -1,0 +1,159 @@
+"""Verify: one causal forward of the target over the block, a draw at every position, accept."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.utils import is_pin_memory_available
+from torch import Tensor
+
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.simulate import simulated_commit
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.sample import TargetSampler
+from sglang_dflash.runtime.verify_graphs import VerifyGraphs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Verified:
+    block: DFlashBlock
+    accepted: Accepted
+    result: GenerationBatchResult  # of the target's forward, `output` inside
+
+    @property
+    def output(self) -> LogitsProcessorOutput:
+        """The target's output at the T positions of the block.
+
+        next_token_logits: [T, V] as the draw saw them, float32 where more than their argmax is
+        asked for; hidden_states: [T, K * H], the features, then [.., H] of the last layer where
+        requested.
+        """
+        return self.result.logits_output
+
+
+class Verifier:
+    def __init__(
+        self, target: TpModelWorker, sampler: TargetSampler, graphs: VerifyGraphs, kernels: Kernels
+    ) -> None:
+        self._target, self._sampler, self._graphs = target, sampler, graphs
+        self._runner, self._kernels = target.model_runner, kernels
+        self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
+        self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if self._simulated > 0:
+            logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
+
+    def plan(
+        self, rows: Tensor, block: DFlashBlock, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> None:
+        """Fill the inputs of this block's verify graph, while the host has nothing to wait for.
+
+        rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
+        lies in buffers that all graphs share, so any other graph's forward undoes it (`forget`).
+        """
+        self._graphs.use(block.draft_token_num)
+        graphs = self._runner.graph_runner
+        if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
+            return  # only SGLang's own batch has the further inputs of these forwards
+        forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
+        if not graphs.can_run(forward):
+            return
+        graphs.replay_prepare(forward)
+        forward.mark_forward_metadata_ready()
+        self._planned = block, forward
+
+    def forget(self) -> None:
+        """Drop the plan: a prefill or new graphs came between it and its verify."""
+        self._planned = None
+
+    def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
+        """Run the target over the block and accept the drafts that it draws itself."""
+        self._graphs.use(block.draft_token_num)
+        simulated = self._simulate(batch, block) if self._simulated > 0 else None
+        result = self._forward(batch, block)
+        output = result.logits_output
+        if batch.return_logprob or not self._sampler.is_argmax(batch):
+            output.next_token_logits = output.next_token_logits.float()
+        drawn = self._sampler(output.next_token_logits, batch, block.positions, block)
+        accepted = self._kernels.accept(
+            self._acceptable(batch, block),
+            block.unflatten(drawn),
+            block.slots,
+            batch.seq_lens,
+            self._target.model_config.context_len,
+            simulated,
+        )
+        return Verified(block, accepted, result)
+
+    def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:
+        """The target's forward over the block, by its plan if there is one."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] is block:
+            return self._target.forward_batch_generation(None, planned[1], is_verify=True)
+        view = shallow_view(batch)
+        view.forward_mode = ForwardMode.TARGET_VERIFY
+        view.input_ids, view.out_cache_loc = block.draft_token, block.out_cache_loc
+        view.spec_info = block
+        view.return_hidden_states = False
+        view.replace_embeds = None  # SGLang leaves a prompt's behind
+        return self._target.forward_batch_generation(view, is_verify=True)
+
+    def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+        """Drafts that SGLANG_SIMULATE_ACC_LEN accepts of each request, [B] int64.
+
+        They are copied before the verify is queued, so that the copy waits for nothing.
+        """
+        accepted = []
+        for req, width in zip(batch.reqs, block.lens, strict=True):
+            committed = simulated_commit(req.spec_verify_ct, self._simulated, width)
+            accepted.append(committed - 1)
+        device = block.token_ids.device
+        on_host = torch.tensor(accepted, pin_memory=is_pin_memory_available(device))
+        return on_host.to(device, non_blocking=True)
+
+    def _acceptable(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+        """The block's tokens, [B, w] int64, -1 for drafts that count as wrong.
+
+        Custom logit processors are user code that reads the request. They run on the anchor's
+        logits alone, so all drafts of such a request count as wrong and it commits one token a
+        step.
+        """
+        tokens, info = block.token_ids, batch.sampling_info
+        if block.present is not None:
+            tokens = tokens.masked_fill(~block.present, -1)
+        if info.has_custom_logit_processor:
+            custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()])
+            is_draft = torch.arange(block.draft_token_num, device=custom.device) > 0
+            tokens = tokens.masked_fill(custom.any(dim=0)[:, None] & is_draft, -1)
+        return tokens
+
+    def dry_run(self, forward: ForwardBatch, width: int) -> LogitsProcessorOutput:
+        """Run the target's forward over dummy slots, to time it."""
+        self._graphs.use(width)
+        if self._runner.model_is_mrope:
+            forward.mrope_positions = forward.positions.expand(3, -1)
+        return self._runner.forward(forward).logits_output
+
+
+def shallow_view(batch: ScheduleBatch) -> ScheduleBatch:
+    """A copy of the batch whose fields can be set: the scheduler's keeps its own.
+
+    This takes a third of the time of `copy.copy`.
+    """
+    view = object.__new__(ScheduleBatch)
+    vars(view).update(vars(batch))
+    return view

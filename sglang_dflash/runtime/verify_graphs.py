@@ -1,0 +1,38 @@
+"""The target's attention backend and graphs, a pair for each verify width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class VerifyGraphs:
+    """Switches the target between verify widths; SGLang makes both for one width.
+
+    A prefill runs on any pair.
+    """
+
+    def __init__(self, runner: ModelRunner, widths: Sequence[int], any_width: bool) -> None:
+        """any_width: the one attention backend there is serves all widths, without graphs."""
+        self._runner, self._widths, self._any_width = runner, widths, any_width
+        self.capture()
+
+    def capture(self) -> None:
+        """Make the pairs of all widths but the whole block's, which the runner has."""
+        runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
+        block_size = args.speculative_num_draft_tokens
+        self._pairs = {block_size: (runner.attn_backend, graphs)}
+        if self._any_width:
+            return
+        for width in set(self._widths) - {block_size}:
+            args.speculative_num_draft_tokens = width  # both are made for this number
+            backend = runner._get_attention_backend()
+            captured = graphs and type(graphs)(runner, attn_backend=backend)
+            self._pairs[width] = backend, captured
+        args.speculative_num_draft_tokens = block_size
+
+    def use(self, width: int) -> None:
+        """Verify this width from now on."""
+        if not self._any_width:
+            self._runner.attn_backend, self._runner.graph_runner = self._pairs[width]

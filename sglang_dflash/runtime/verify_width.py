@@ -1,0 +1,122 @@
+"""The verify width: how many positions of a drafted block the target verifies.
+
+A policy is made once, at construction. `choose` cuts a block; the choice then learns from the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_width, own_widths
+from sglang_dflash.runtime.block import DFlashBlock
+
+PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
+WORTH = 1.1  # the speed-up of a step that must be possible for the host to wait for a draft
+
+
+class Choice(Protocol):
+    """The part of a block that a step verifies."""
+
+    @property
+    def block(self) -> DFlashBlock: ...
+
+    def learn(self, num_accepted: Tensor) -> None:
+        """num_accepted: [B] int64 on the host, the accepted drafts of the step."""
+
+
+class VerifyWidth(Protocol):
+    """A policy."""
+
+    def choose(self, block: DFlashBlock) -> Choice:
+        """Cut a drafted block."""
+
+    def is_whole(self, requests: int) -> bool:
+        """Whether the blocks of so many requests are verified whole, known before they are drafted.
+
+        The verify of such a block can be planned ahead.
+        """
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A choice that teaches nothing."""
+
+    block: DFlashBlock
+
+    def learn(self, num_accepted: Tensor) -> None:
+        pass
+
+
+class FixedWidth:
+    """Verify the first `width` positions of every block."""
+
+    def __init__(self, width: int, block_size: int) -> None:
+        self._width, self._block_size = width, block_size
+
+    def choose(self, block: DFlashBlock) -> Fixed:
+        return Fixed(block.first(self._width))
+
+    def is_whole(self, requests: int) -> bool:
+        return self._width == self._block_size
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A choice by the draft's probabilities."""
+
+    block: DFlashBlock
+    probabilities: Array  # [B, N-1] float32, of the whole block's drafts
+    widths: Array  # [B] int64
+    survival: Survival
+
+    def learn(self, num_accepted: Tensor) -> None:
+        self.survival.observe(self.probabilities, num_accepted.numpy(), self.widths)
+
+
+class AdaptiveWidth:
+    """Verify the widths whose expected commits a second are highest.
+
+    The policy combines two estimates: the acceptance of each draft, from its probability calibrated
+    online, and the times of steps, measured at startup.
+    """
+
+    def __init__(self, block_size: int, step_times: StepTimes, unequal: bool) -> None:
+        """unequal: the requests of a batch may have different widths."""
+        self._block_size, self._step_times, self._unequal = block_size, step_times, unequal
+        self._survival = Survival(block_size)
+        self._steps = itertools.count()
+
+    def choose(self, block: DFlashBlock) -> Fixed | Weighed:
+        """The host waits for the draft, unless the block is verified whole in any case."""
+        requests = len(block.slots)
+        if self.is_whole(requests):
+            return Fixed(block)
+        assert block.probabilities is not None
+        probabilities = block.probabilities.cpu().numpy()
+        widths = self._widths(probabilities)
+        return Weighed(block.cut(widths), probabilities, widths, self._survival)
+
+    def is_whole(self, requests: int) -> bool:
+        """Narrower verifies of so many requests save less than a look at the draft costs.
+
+        On a GPU that look leaves the device idle until the verify is planned. Attention over
+        unequal widths plans every verify anew in any case.
+        """
+        if self._unequal:
+            return False
+        seconds = self._step_times.at(requests)
+        return bool(seconds[-1] <= WORTH * seconds.min())
+
+    def _widths(self, probabilities: Array) -> Array:
+        requests = len(probabilities)
+        if next(self._steps) % PROBE == 0:
+            return np.full(requests, self._block_size)
+        survival, seconds = self._survival(probabilities), self._step_times.at(requests)
+        if self._unequal:
+            return own_widths(survival, seconds)
+        return np.full(requests, common_width(survival, seconds))
