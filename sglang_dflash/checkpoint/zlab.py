@@ -44,14 +44,14 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     num_layers = top.positive("num_hidden_layers")
     num_target_layers = either("num_target_layers").optional_positive("num_target_layers")
     ids = either("target_layer_ids").optional_layer_ids("target_layer_ids")
-    if ids is None:
-        if num_target_layers is None:
-            raise top.refuse(
-                "names neither target_layer_ids nor num_target_layers, so the target layers that "
-                "the draft was trained on are unknown",
-                "Add dflash_config.target_layer_ids.",
-            )
+    if ids is None and num_target_layers is not None:
         ids = default_target_layer_ids(num_target_layers, num_layers)
+    if ids is None:
+        raise top.refuse(
+            "names neither target_layer_ids nor num_target_layers, so the target layers that the "
+            "draft was trained on are unknown",
+            "Add dflash_config.target_layer_ids.",
+        )
     mask = either("mask_token_id").optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id", "Add dflash_config.mask_token_id.")

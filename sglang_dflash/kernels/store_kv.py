@@ -75,6 +75,8 @@ def all_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor
 def written_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
     """Keep the tokens with a slot. states: [n, ..]; positions, slots: [n] int64."""
     written = slots.nonzero().squeeze(1)
+    if len(written) == len(slots):  # as in every prefill: copy nothing
+        return states, positions, slots
     return states[written], positions[written], slots[written]
 
 

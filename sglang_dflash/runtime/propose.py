@@ -9,6 +9,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.draft_window import DraftWindow
@@ -76,6 +77,6 @@ class Drafter:
     def dry_run(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
         """Run the draft's forward on dummy slots, to time it."""
         dummy = rows.new_zeros(len(rows), self._draft_width)
-        positions = seq_lens[:, None] + torch.arange(self._draft_width, device=rows.device)
+        positions = block_positions(seq_lens, self._draft_width)
         masked = DFlashBlock(dummy, positions, dummy, capture_hidden_mode=CaptureHiddenMode.NULL)
         self._runner.forward(masked.forward_batch(rows, seq_lens, seq_lens_cpu))
