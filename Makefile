@@ -9,8 +9,10 @@ PAIR := sglang_dflash/tiny
 PORT ?= 30000
 # Where this is set, every process compiles all of SGLang anew: half of a server's start.
 export PYTHONDONTWRITEBYTECODE :=
+# The theme would announce its successor at every build.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo serve test test-full check style lock bench results clean
+.PHONY: demo serve test test-full check style docs docs-serve lock bench results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -36,6 +38,12 @@ style: $(READY)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(READY)  ## the site, into build/site
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(READY)  ## the site on 127.0.0.1:8000, built anew when a page changes
+	$(BIN)/mkdocs serve
+
 bench: $(READY)  ## the sweep in 5 minutes, its table last
 	rm -f build/bench.json
 	$(BIN)/python -m benchmark.sweep --mix --prompts 11 --per-slot 3 --concurrency 1,8,32 \
@@ -47,7 +55,7 @@ results: $(READY)  ## the full sweep on this machine and its plots; goes on wher
 
 lock: $(READY)  ## resolve requirements.lock anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-	  --extra dev --extra bench pyproject.toml --output-file requirements.lock
+	  --extra dev --extra bench --extra docs pyproject.toml --output-file requirements.lock
 
 $(READY): requirements.lock pyproject.toml
 	@$(or $(PYTHON),false) -c '$(FITS)' || { echo 'Python 3.11 or 3.12 is needed: make PYTHON=...'; exit 1; }
