@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The theme would announce its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo serve test test-full check style docs docs-serve lock bench results clean
+.PHONY: demo serve test test-full check style hooks docs docs-serve lock bench results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -37,6 +37,9 @@ check: $(READY)  ## formatter, linter, type checker
 style: $(READY)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+hooks: $(READY)  ## make check before each commit
+	$(BIN)/pre-commit install
 
 docs: $(READY)  ## the site, into build/site
 	$(BIN)/mkdocs build --strict
