@@ -79,6 +79,7 @@ def _style(side: str) -> dict[str, Any]:
 
 
 def _figure(draw: Draw, rows: list[dict[str, Any]], title: str) -> Figure:
+    figure: Figure
     figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
     draw(ax, rows)
     ax.set_title(title, fontsize=8)

@@ -40,7 +40,7 @@ class Timed:
         """Forget earlier prompts, so that no step has to make room."""
         requests.post(f"{self._server.url}/flush_cache", timeout=60).raise_for_status()
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict], float]:
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict[str, Any]], float]:
         """Decode a whole batch; returns its timed steps at full size, and the accept length."""
         begin = self._times.stat().st_size
         sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}

@@ -83,7 +83,8 @@ def _from_hub(public: PublicSet, count: int) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
     rows = load_dataset(public.path, public.name, split=public.split)
-    return rows.select(range(min(count, len(rows))))
+    first: Iterable[dict[str, Any]] = rows.select(range(min(count, len(rows))))
+    return first
 
 
 def _prompt(name: str, row: dict[str, Any]) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
     return CaptureConfig(load_config(draft_hf_config.dflash_path))
 
 
-def capture_layers(original: Any, runner: Any) -> None:
+def capture_layers(original: Callable[..., None], runner: Any) -> None:
     """AROUND `ModelRunner.init_aux_hidden_state_capture`: the last layer is a layer, too.
 
     SGLang captures before layer k + 1, which does not exist for the last layer. The LM head reads
@@ -210,7 +211,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
     if not runner.spec_algorithm.is_dflash() or runner.is_draft_worker:
         return 0
     draft = rules.draft_config(runner.server_args)
-    heads = max(1, draft.num_kv_heads // runner.tp_size)
+    heads: int = max(1, draft.num_kv_heads // runner.tp_size)
     return draft.kv_bytes_per_token(runner.dtype.itemsize) * heads // draft.num_kv_heads
 
 

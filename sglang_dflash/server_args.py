@@ -108,7 +108,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
         raise Refusal(
             f"{' and '.join(given)} are aliases but differ: {sorted(values)}.", "Give one of them."
         )
-    size = values.pop()
+    size: int = values.pop()
     if not 2 <= size <= longest:
         raise Refusal(
             f"A block of {size} does not work: this draft was trained with {longest}.",

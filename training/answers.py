@@ -77,7 +77,9 @@ def _most_likely(model: Qwen3ForCausalLM, rows: list[Ids]) -> list[Ids]:
     ids = torch.full((len(rows), max(map(len, rows))), END_OF_TEXT)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
-    return model(ids.to(model.device), use_cache=False).logits.argmax(-1).tolist()
+    logits: torch.Tensor = model(ids.to(model.device), use_cache=False).logits
+    most_likely: list[Ids] = logits.argmax(-1).tolist()
+    return most_likely
 
 
 class _Asker:

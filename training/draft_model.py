@@ -7,6 +7,8 @@ before its anchor and, without causality, itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +25,7 @@ def _rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Layer(nn.Module):
-    def __init__(self, c: dict) -> None:
+    def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         hidden, dim, eps = c["hidden_size"], c["head_dim"], c["rms_norm_eps"]
         self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
@@ -69,7 +71,8 @@ class Layer(nn.Module):
         x = x + o.unflatten(1, x.shape[1:3])
         h = self.post_attention_layernorm(x)
         m = self.mlp
-        return x + m["down_proj"](F.silu(m["gate_proj"](h)) * m["up_proj"](h))
+        mixed: Tensor = m["down_proj"](F.silu(m["gate_proj"](h)) * m["up_proj"](h))
+        return x + mixed
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden_context: Tensor) -> Tensor:
         """Each block sees its part of the context and itself; other blocks' keys are not touched.
@@ -86,13 +89,14 @@ class Layer(nn.Module):
         seen = torch.cat([scores, q_block @ k_block.mT], dim=-1).softmax(-1).to(v.dtype)
         context, block = seen.tensor_split([length], dim=-1)
         o = context.flatten(2, 4) @ v
-        return (o.view_as(q_block) + block @ v_block).flatten(1, 2).flatten(2, 3)
+        attended: Tensor = o.view_as(q_block) + block @ v_block
+        return attended.flatten(1, 2).flatten(2, 3)
 
 
 class Draft(nn.Module):
     """c: the z-lab config.json as a dict. Parameter names are those of the z-lab checkpoint."""
 
-    def __init__(self, c: dict) -> None:
+    def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         hidden = c["hidden_size"]
         self.mask_token_id = c["dflash_config"]["mask_token_id"]
@@ -126,4 +130,5 @@ class Draft(nn.Module):
         x = embed(block)
         for layer in self.layers:
             x = layer(x, context, positions, context_positions, hidden_context)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.server_args import get_global_server_args
@@ -9,7 +10,9 @@ from sglang.srt.server_args import get_global_server_args
 from sglang_dflash.kernels.page_tables import fill_tables
 
 
-def leave_to_the_graph(original: Any, backend: Any, *, forward_mode: Any, **given: Any) -> None:
+def leave_to_the_graph(
+    original: Callable[..., None], backend: Any, *, forward_mode: Any, **given: Any
+) -> None:
     """AROUND `FlashAttentionBackend._apply_cuda_graph_metadata`: a block's graph fills its tables.
 
     SGLang takes seven launches before each replay, and sums lengths that FlashAttention reads only
@@ -98,4 +101,4 @@ def _serves_blocks(backend: Any) -> bool:
 
 
 def _serves_dflash() -> bool:
-    return get_global_server_args().speculative_algorithm == "DFLASH"
+    return bool(get_global_server_args().speculative_algorithm == "DFLASH")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Plans:
     """
 
     def __init__(self, updater: Any) -> None:
-        self._updater, self._update = updater, updater.update
+        self._updater = updater
+        self._update: Callable[..., None] = updater.update
         self._last_page_len = updater.kv_last_page_len.cpu().pin_memory()
         self._copied = torch.cuda.Event()
 

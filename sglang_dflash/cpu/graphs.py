@@ -60,7 +60,7 @@ class Unknown:
         raise NotCapturable("more of the batch than the number of its tokens decides it")
 
     __bool__ = __eq__ = __getattr__ = _refuse
-    __class__ = property(_refuse)  # type: ignore[assignment]
+    __class__ = property(_refuse)
 
 
 class Capture(TorchFunctionMode):

@@ -43,7 +43,8 @@ def _norm(
     """`RMSNorm.forward_native` of float32."""
     fits = x.dtype == torch.float32 and x.shape[-1] == module.hidden_size
     if not fits or post_residual_addition is not None:
-        return module.forward_native(x, residual, post_residual_addition)
+        native: Normed = module.forward_native(x, residual, post_residual_addition)
+        return native
     if residual is not None:
         x = residual = x + residual
     variance = x.pow(2).mean(dim=-1, keepdim=True)
@@ -60,8 +61,10 @@ def _rotate(
     fused_set_kv_buffer_arg: None = None,
 ) -> tuple[Tensor, Tensor]:
     """`RotaryEmbedding.forward_native` of whole heads, halves turned against each other."""
+    rotated: tuple[Tensor, Tensor]
     if offsets is not None or fused_set_kv_buffer_arg is not None:
-        return module.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+        rotated = module.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+        return rotated
     cos, sin = cos_and_sin(module.cos_sin_cache, positions, query.dtype)
     return _turned(query, cos, sin), _turned(key, cos, sin)
 

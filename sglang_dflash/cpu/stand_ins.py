@@ -59,10 +59,10 @@ def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
     """
     logits, mask = args[-2:] if len(args) >= 2 else (kwargs["logits"], kwargs["vocab_mask"])
     if logits.device.type != "cpu":
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
+        return
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
-    return None
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:

@@ -125,7 +125,8 @@ class TorchAttention(TorchNativeAttnBackend):
     ) -> Tensor:
         """q: [n, heads * D] -> [n, heads * D_v]; K/V of the same tokens are stored first."""
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            return output
         if save_kv_cache and k is not None:
             where = {"swa_loc": self.swa_out_cache_loc} if self.use_sliding_window_kv_pool else {}
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **where)
@@ -150,7 +151,8 @@ class TorchAttention(TorchNativeAttnBackend):
                 some = _by_head(rows, key, value, mask, triangle, layer.scaling, groups)
             attended.append(some)
         output = torch.cat(attended, dim=2)[0]  # [kv_heads, n * groups, D_v]
-        return output.unflatten(1, (-1, groups)).transpose(0, 1).flatten(1)
+        heads: Tensor = output.unflatten(1, (-1, groups))
+        return heads.transpose(0, 1).flatten(1)
 
     forward_decode = forward_extend
 
@@ -180,4 +182,5 @@ def _by_head(
         scale=scale,
         enable_gqa=groups > 1,
     )
-    return attended.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    heads: Tensor = attended.unflatten(1, (-1, groups))
+    return heads.transpose(2, 3).flatten(2, 3)

@@ -71,6 +71,7 @@ class DFlashAttention(nn.Module):
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         q, k = self.rotary_emb(positions, q, k)
+        output: Tensor
         output, _ = self.o_proj(self.attn(q, k, v, forward_batch))
         return output
 

@@ -29,7 +29,7 @@ class DraftRotary(RotaryEmbedding):
         )
         tables = Qwen3RotaryEmbedding(described)
         self._frequencies = tables.inv_freq.float()  # [D / 2]
-        self._factor = tables.attention_scaling
+        self._factor: float = tables.attention_scaling
         dim, dtype = config.head_dim, torch.get_default_dtype()
         super().__init__(dim, dim, config.max_position_embeddings, int(rope.theta), True, dtype)
 

@@ -30,7 +30,8 @@ def token_embedding(model: Any) -> nn.Module:
     """The target's module from token ids to embeddings; `get_input_embeddings` is no sure way."""
     language = language_model(model)
     found = getattr(getattr(language, "model", language), "embed_tokens", None)
-    return found if found is not None else model.get_input_embeddings()
+    embedding: nn.Module = found if found is not None else model.get_input_embeddings()
+    return embedding
 
 
 class Vocabulary:

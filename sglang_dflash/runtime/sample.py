@@ -46,7 +46,8 @@ class TargetSampler:
         self._apply_rules(logits, batch, block)
         ids = self._draw(logits, batch, positions, block)
         # Ranks hold the same logits up to rounding: a near-tie must not part them.
-        return self._group.broadcast(ids, src=0)
+        shared: Tensor = self._group.broadcast(ids, src=0)
+        return shared
 
     def is_argmax(self, batch: ScheduleBatch) -> bool:
         """Whether a batch asks for nothing but the largest logit of each position."""

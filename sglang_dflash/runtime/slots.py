@@ -55,10 +55,13 @@ class Slots:
     def _alloc(self, rows: list[int], have: list[int], want: list[int]) -> Tensor | None:
         """Slots that extend these rows from `have` to `want` positions, row after row."""
         count = sum(want) - sum(have)
+        slots: Tensor | None
         if self._page_size == 1:
-            return self._allocator.alloc(count)
+            slots = self._allocator.alloc(count)
+            return slots
         start, end = torch.tensor(have), torch.tensor(want)
         on_device = torch.stack([torch.tensor(rows), start, end])
         row, *lens = on_device.to(self.table.device, non_blocking=True)
         last = self.table[row, lens[0] - 1].long()
-        return self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
+        slots = self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
+        return slots

@@ -167,16 +167,16 @@ class DFlashWorker:
     def clear_cache_pool(self) -> None:
         """Nothing to clear: slots and rows are the target's, and stale draft KV is never read."""
 
-    def update_weights_from_ipc(self, recv_req) -> tuple[bool, str]:
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         """SGLang updates the target itself; the draft keeps its weights."""
         return True, "The target has the new weights, the draft keeps its own."
 
-    def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """The request names the target's new weights; the draft keeps its own."""
         self.verifier.forget()
         # SGLang captures the graphs of this width anew, if asked to.
         self._graphs.use(self.server_args.speculative_num_draft_tokens)
-        done = self.target_worker.update_weights_from_disk(recv_req)
+        done: tuple[bool, str] = self.target_worker.update_weights_from_disk(recv_req)
         if recv_req.recapture_cuda_graph:
             self._graphs.capture()
         return done
