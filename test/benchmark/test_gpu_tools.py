@@ -41,7 +41,7 @@ def climb(
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_a_rung_that_fails_says_what_to_read(tmp_path: Path):
+def test_a_rung_that_fails_says_what_to_read(tmp_path: Path) -> None:
     done = climb(tmp_path, "quantised", status=3)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if "status 3" in line]
@@ -52,7 +52,7 @@ def test_a_rung_that_fails_says_what_to_read(tmp_path: Path):
         assert log.read() == b"what it said\n"
 
 
-def test_a_rung_goes_on_where_it_stopped(tmp_path: Path):
+def test_a_rung_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """In one folder and at one commit."""
     assert climb(tmp_path, "quantised", status=3).returncode == 1
     assert climb(tmp_path, "quantised", status=0).returncode == 0
@@ -64,7 +64,7 @@ def test_a_rung_goes_on_where_it_stopped(tmp_path: Path):
     assert "holds results of commit abc, this is def" in other.stderr
 
 
-def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path):
+def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path) -> None:
     """Nor does what another rung has left go."""
     assert climb(tmp_path, "quantised", status=0).returncode == 0
     assert climb(tmp_path, "tests", status=0, ONLY="one").returncode == 0
@@ -75,21 +75,21 @@ def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path):
 
 
 @pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
-def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str):
+def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str) -> None:
     assert climb(tmp_path, "quantised", status=0, COMMIT=commit).returncode == 0
     again = climb(tmp_path, "quantised", status=0, COMMIT=commit)
     assert again.returncode == 1
     assert "give another OUT" in again.stderr
 
 
-def test_there_is_no_such_rung(tmp_path: Path):
+def test_there_is_no_such_rung(tmp_path: Path) -> None:
     """Nothing is run, of the rungs before it neither."""
     done = climb(tmp_path, "quantised", "kernel", status=0)
     assert (done.returncode, done.stdout) == (2, "")
     assert "No rung kernel" in done.stderr
 
 
-def test_tests_that_passed_are_not_run_again(tmp_path: Path):
+def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
     """But for one that ended with an error behind that. None left is the end of the rung."""
     lines = "[gw0] [ 9%] PASSED test/a.py::one[x-1]", "[gw1] [ 9%] PASSED test/a.py::two"
     said = [*lines, "[gw1] [ 9%] ERROR test/a.py::two"]
@@ -98,11 +98,11 @@ def test_tests_that_passed_are_not_run_again(tmp_path: Path):
     assert climb(tmp_path, "tests", status=5).returncode == 0
 
 
-def test_equal_answers_do_not_part():
+def test_equal_answers_do_not_part() -> None:
     assert parting(answer([1, 2]), answer([1, 2])) is None
 
 
-def test_the_margin_is_the_targets_own():
+def test_the_margin_is_the_targets_own() -> None:
     """Of the two tokens at the first place that differs."""
     tops = [[[-0.1, 1, None]], [[-0.7, 2, None], [-0.75, 9, None]], [[-0.1, 3, None]]]
     parted = parting(answer([1, 9, 4]), answer([1, 2, 3], tops))
@@ -113,14 +113,14 @@ def test_the_margin_is_the_targets_own():
 
 
 @pytest.mark.parametrize("ours", [[1, 7, 3], [1]], ids=["unlikely", "shorter"])
-def test_what_is_no_near_tie(ours):
+def test_what_is_no_near_tie(ours: list[int]) -> None:
     tops = [[[-0.1, 1, None]], [[-0.7, 2, None], [-0.75, 9, None]], [[-0.1, 3, None]]]
     parted = parting(answer(ours), answer([1, 2, 3], tops))
     assert parted is not None
     assert not is_near_tie(parted, 0.25)
 
 
-def test_a_trace_is_summed_up(tmp_path: Path):
+def test_a_trace_is_summed_up(tmp_path: Path) -> None:
     """Per step; kernels that overlap keep the device busy once."""
 
     def event(category: str, name: str, begin: float, length: float) -> dict[str, Any]:

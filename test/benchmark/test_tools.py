@@ -68,6 +68,7 @@ def test_bundled_prompts_know_their_answers(kind: str) -> None:
             assert prompt.is_right is None
             assert not prompt.chat
         else:
+            assert prompt.is_right is not None
             assert prompt.is_right(example.answer)
             assert not prompt.is_right(example.answer[:-4])
 
@@ -84,6 +85,7 @@ def test_jsonl_in_a_public_sets_fields(tmp_path: Path) -> None:
     name, (first, second) = workloads.load(f"gsm8k={file}", 8, seed=1)
     assert name == "gsm8k"
     assert first.text.startswith("How many?\nPlease reason")
+    assert first.is_right is not None
     assert first.is_right("so \\boxed{1005}.")
     assert first.is_right("1 and then 1005")
     assert not first.is_right("1005 and then 1")
@@ -96,6 +98,7 @@ def test_jsonl_of_ones_own(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, rows)))
     _, (first, second) = workloads.load(f"own={file}", 2, seed=1)
     assert (first.text, second.text) == ("p", "one")
+    assert first.is_right is not None
     assert first.is_right("it is \\boxed{\\frac{1}{2}}")
     assert not first.is_right("it is \\boxed{\\frac{1}{3}}")
     with pytest.raises(SystemExit, match="No workload"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 from safetensors import safe_open
@@ -29,7 +30,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
 COUNT = 12  # held-out prompts of each kind
 
 
-def test_weights_are_small_and_bf16():
+def test_weights_are_small_and_bf16() -> None:
     assert sum(file.stat().st_size for file in WEIGHTS) <= 16_000_000
     for file in WEIGHTS:
         with safe_open(file, framework="pt") as weights:
@@ -37,7 +38,7 @@ def test_weights_are_small_and_bf16():
         assert kinds == {"BF16"}
 
 
-def test_draft_is_zlab_and_fits_the_target():
+def test_draft_is_zlab_and_fits_the_target() -> None:
     draft, tensors = load(DRAFT)
     config = AutoConfig.from_pretrained(TARGET)
     assert (draft.format, draft.block_size) == ("zlab", 16)
@@ -47,7 +48,7 @@ def test_draft_is_zlab_and_fits_the_target():
     assert defects(draft, tensors, draft.block_size) == []
 
 
-def test_a_wheel_holds_the_pair(tmp_path):
+def test_a_wheel_holds_the_pair(tmp_path: Path) -> None:
     """What `pip install` of a wheel brings, byte for byte."""
     source = tmp_path / "source"
     without_caches = shutil.ignore_patterns("__pycache__")
@@ -75,11 +76,11 @@ def test_a_wheel_holds_the_pair(tmp_path):
     assert {Path(name).parts[0].partition("-")[0] for name in held} == {"sglang_dflash"}
 
 
-def test_the_target_has_the_recipes_chat_template():
+def test_the_target_has_the_recipes_chat_template() -> None:
     assert (TARGET / "chat_template.jinja").read_text() == CHAT_TEMPLATE.read_text()
 
 
-def test_training_sees_no_held_out_prompt():
+def test_training_sees_no_held_out_prompt() -> None:
     """Questions of the documents that training draws, against the prompts kept for evaluation."""
     drawn = itertools.islice(documents(TOKENIZER, seed=0), 600)
     text = "".join(TOKENIZER.decode(ids) for ids, _ in drawn)
@@ -92,7 +93,7 @@ def test_training_sees_no_held_out_prompt():
         assert not set(prompts) & set(asked)
 
 
-def test_held_out_code_is_not_trained_on():
+def test_held_out_code_is_not_trained_on() -> None:
     """Neither the prompt nor the block that it opens stands anywhere in training's source."""
     trained = "\0".join(data.functions(held_out=False))
     examples = pool("code")
@@ -101,7 +102,7 @@ def test_held_out_code_is_not_trained_on():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_names_an_order(kind):
+def test_a_seed_names_an_order(kind: str) -> None:
     """Seed 1 is the file's order; another seed is another order of the same prompts."""
     everything = pool(kind)
     assert len({example.prompt for example in everything}) == len(everything)
@@ -113,10 +114,11 @@ def test_a_seed_names_an_order(kind):
 
 
 GOALS = {"word": 5.0, "json": 4.0, "code": 2.0}
+Served: TypeAlias = dict[str, list[tuple[Example, Any]]]  # prompts and their finished requests
 
 
 @pytest.fixture(scope="module")
-def served():
+def served() -> Served:
     """Held-out prompts of each kind with their finished requests, greedy, in fp32."""
     with InProcess(
         str(TARGET), str(DRAFT), max_total_tokens=8192, max_running_requests=COUNT
@@ -132,18 +134,19 @@ def served():
 
 def _ids(example: Example) -> list[int]:
     if example.kind == "code":
-        return TOKENIZER.encode(example.prompt)
+        ids: list[int] = TOKENIZER.encode(example.prompt)
+        return ids
     return chat_ids(TOKENIZER, example.prompt)
 
 
 @pytest.mark.parametrize("kind", GOALS)
-def test_accept_length(served, kind):
+def test_accept_length(served: Served, kind: str) -> None:
     accepted = sum(req.spec_num_correct_drafts for _, req in served[kind])
     steps = sum(req.spec_verify_ct for _, req in served[kind])
     assert (accepted + steps) / steps >= GOALS[kind]
 
 
-def test_word_problems_are_solved(served):
+def test_word_problems_are_solved(served: Served) -> None:
     """90 % on many; on these few, two may be wrong. Every answer ends by the target's own EOS."""
     said = [(TOKENIZER.decode(req.output_ids), example) for example, req in served["word"]]
     right = [final_answer(text) == example.check for text, example in said]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in keys} | {"dflash_config": method}
 
 
-def test_a_refusal_has_two_sentences():
+def test_a_refusal_has_two_sentences() -> None:
     refusal = Refusal("It is broken.", "Fetch it again.")
     again = pickle.loads(pickle.dumps(refusal))
     assert str(refusal) == str(again) == "It is broken. Fetch it again."
     assert (again.what, again.fix) == ("It is broken.", "Fetch it again.")
 
 
-def test_zlab(tmp_path):
+def test_zlab(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, draft_config()))
     assert (config.draft_width, config.block_size, config.mask_token_id) == (BLOCK, BLOCK, MASK)
     assert config.target_layer_ids == (0, 2)
@@ -54,7 +55,7 @@ def test_zlab(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["top", "dflash_config"])
-def test_zlab_fields_in_either_place(tmp_path, place):
+def test_zlab_fields_in_either_place(tmp_path: Path, place: str) -> None:
     fields = {"block_size": 5, "num_target_layers": 9, "mask_token_id": 11, "target_layer_ids": [1]}
     config = without(draft_config(), *fields)
     if place == "top":
@@ -66,20 +67,20 @@ def test_zlab_fields_in_either_place(tmp_path, place):
     assert got.target_layer_ids == (1,)
 
 
-def test_a_block_is_one_longer_with_sample_from_anchor(tmp_path):
+def test_a_block_is_one_longer_with_sample_from_anchor(tmp_path: Path) -> None:
     config = draft_config(dflash_config={"sample_from_anchor": True})
     got = load_config(write(tmp_path, config))
     assert (got.draft_width, got.block_size) == (BLOCK, BLOCK + 1)
 
 
-def test_unknown_fields_are_ignored(tmp_path):
+def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
     """`variable_block_size` was a field of this project's drafts."""
     plain = load_config(write(tmp_path, draft_config()))
     method = {"variable_block_size": True, "written_by": "another tool"}
     assert load_config(write(tmp_path, draft_config(dflash_config=method))) == plain
 
 
-def test_default_layer_ids():
+def test_default_layer_ids() -> None:
     """The ids of published drafts follow from the formula."""
     assert default_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
     assert default_target_layer_ids(64, 5) == [1, 16, 31, 46, 61]
@@ -107,7 +108,7 @@ def test_default_layer_ids():
         ({"architectures": ["DeepseekDFlashDraftModel"]}, "DeepseekDFlashDraftModel"),
     ],
 )
-def test_bad_fields_are_named(tmp_path, change, words):
+def test_bad_fields_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=r"config\.json") as caught:
         load_config(write(tmp_path, draft_config(**change)))
     assert words in caught.value.what
@@ -118,20 +119,20 @@ def test_bad_fields_are_named(tmp_path, change, words):
     ("text", "words"),
     [("{", "cannot be read as JSON"), ("[]", "not a JSON object"), ("{}", "no DFlash draft")],
 )
-def test_bad_files(tmp_path, text, words):
+def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
         load_config(write(tmp_path, text))
     assert whole_sentences(caught.value)
 
 
-def test_missing_folder_and_config(tmp_path):
+def test_missing_folder_and_config(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="not a folder"):
         load_config(tmp_path / "nowhere")
     with pytest.raises(Refusal, match="does not exist"):
         load_config(tmp_path)
 
 
-BROKEN_MASKS = {
+BROKEN_MASKS: dict[str, Callable[[Path], object]] = {
     "text": lambda file: file.write_text("hello there"),
     "nothing": lambda file: file.write_text(""),
     "code": lambda file: torch.save(Path.home, file),
@@ -141,7 +142,7 @@ BROKEN_MASKS = {
 
 
 @pytest.mark.parametrize("how", BROKEN_MASKS)
-def test_a_broken_mask_embedding_is_refused(tmp_path, how):
+def test_a_broken_mask_embedding_is_refused(tmp_path: Path, how: str) -> None:
     BROKEN_MASKS[how](tmp_path / "mask_embedding.pt")
     config = load_config(write(tmp_path, draft_config()))
     with pytest.raises(Refusal, match=r"mask_embedding\.pt") as caught:
@@ -158,16 +159,21 @@ def test_a_broken_mask_embedding_is_refused(tmp_path, how):
         ({"vocab_size": MASK}, "mask_token_id"),
     ],
 )
-def test_misfits_are_found(tmp_path, target, words):
+def test_misfits_are_found(tmp_path: Path, target: dict[str, Any], words: str) -> None:
     draft = load_config(write(tmp_path, draft_config()))
-    good = {"path": "t", "num_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    good: dict[str, Any] = {
+        "path": "t",
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+    }
     assert misfits(draft, Target(**good)) == []
     found = misfits(draft, Target(**good | target))
     assert any(words in refusal.what for refusal in found)
     assert all(map(whole_sentences, found))
 
 
-def test_layer_beyond_the_target(tmp_path):
+def test_layer_beyond_the_target(tmp_path: Path) -> None:
     config = without(draft_config(dflash_config={"target_layer_ids": [0, 4]}), "num_target_layers")
     draft = load_config(write(tmp_path, config))
     target = Target(path="t", num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB)

@@ -32,7 +32,7 @@ def slow_accept(block: list[int], drawn: list[int]) -> list[int]:
         )
     )
 )
-def test_accept(rows):
+def test_accept(rows: list[tuple[list[int], list[int]]]) -> None:
     block = torch.tensor([b for b, _ in rows])
     drawn = torch.tensor([d for _, d in rows])
     num_accepted, bonus = accept(block, drawn)
@@ -42,7 +42,7 @@ def test_accept(rows):
         assert bonus[i] == committed[-1]
 
 
-def test_next_block():
+def test_next_block() -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     rows, seq_lens = torch.tensor([2, 0]), torch.tensor([0, 5])
     block = next_block_in_torch(torch.tensor([7, 8]), seq_lens, rows, table, 4, 99)
@@ -56,7 +56,7 @@ def test_next_block():
     st.sampled_from([1, 4, 16]),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=5),
 )
-def test_grow(page, lengths):
+def test_grow(page: int, lengths: list[tuple[int, int]]) -> None:
     """Positions are new, pages are shared by no two requests, offsets in a page are right."""
     have = [h for h, _ in lengths]
     want = [h + more for h, more in lengths]
@@ -86,7 +86,7 @@ def test_grow(page, lengths):
     assert growth.num_pages == sum(pages)
 
 
-def test_reserved_end():
+def test_reserved_end() -> None:
     assert reserved_end(10, 16, 1, 4096) == 64
     assert reserved_end(48, 16, 1, 4096) == 64
     assert reserved_end(49, 16, 16, 4096) == 128
@@ -96,6 +96,6 @@ def test_reserved_end():
 
 
 @given(st.integers(300, 5000), st.integers(2, 16), st.sampled_from([1, 4, 48, 256]))
-def test_longest_request_can_reserve_its_block(pool, count, page):
+def test_longest_request_can_reserve_its_block(pool: int, count: int, page: int) -> None:
     room = longest(pool // page * page, count, page)
     assert reserved_end(room, count, page, 10**6) <= pool

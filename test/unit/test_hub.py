@@ -118,7 +118,7 @@ except Refusal as refusal:
 """
 
 
-def test_inspect_reads_headers_alone(hub, tmp_path):
+def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
     """Configs and the beginnings of the weights: parameters are counted, no weight is fetched."""
     config = draft_config(intermediate_size=4096)
     weights = draft_weights(config)
@@ -129,7 +129,7 @@ def test_inspect_reads_headers_alone(hub, tmp_path):
     assert 0 < hub.given["model.safetensors"] < 200_000 < file.stat().st_size
 
 
-def test_a_server_fetches_all_that_a_draft_is(hub, tmp_path):
+def test_a_server_fetches_all_that_a_draft_is(hub: Hub, tmp_path: Path) -> None:
     """Headers and mask_embedding.pt are there before the draft is read."""
     config, weights = speculators_draft()
     write_draft(hub.folder, config, weights)
@@ -137,7 +137,7 @@ def test_a_server_fetches_all_that_a_draft_is(hub, tmp_path):
     assert run(hub, tmp_path / "cache", FETCH).split() == ["True", "True", "64", "True"]
 
 
-def test_no_weights_of_another_method_are_fetched(hub, tmp_path):
+def test_no_weights_of_another_method_are_fetched(hub: Hub, tmp_path: Path) -> None:
     config = draft_config(dflash_config={"selector_rank": 8})
     write_draft(hub.folder, config, draft_weights(config))
     assert "DFlash 2" in run(hub, tmp_path / "cache", REFUSED)

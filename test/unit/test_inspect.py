@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from test.checkpoints import (
 )
 
 
-def test_json(capsys):
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(DRAFT), "--target", str(TARGET), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == {
@@ -40,14 +42,16 @@ def test_json(capsys):
     assert 1_000_000 < report["parameters"] < 2_000_000
 
 
-def test_for_people(capsys):
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(DRAFT), "--target", str(TARGET)]) == 0
     out = capsys.readouterr().out
     for words in ("zlab", "16 (15 drafts)", "<|mask|>", "theta 1e+06", "fits"):
         assert words in out
 
 
-def test_block_size_is_the_checkpoints_number(capsys, tmp_path):
+def test_block_size_is_the_checkpoints_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """With sample_from_anchor too, where a block is one position longer than the draft reads."""
     config = draft_config(dflash_config={"sample_from_anchor": True})
     draft = str(write_draft(tmp_path, config, draft_weights(config)))
@@ -57,7 +61,7 @@ def test_block_size_is_the_checkpoints_number(capsys, tmp_path):
     assert "8 (8 drafts)" in capsys.readouterr().out
 
 
-def test_misfit(capsys, tmp_path):
+def test_misfit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = draft_config()
     draft = write_draft(tmp_path, config, draft_weights(config))
     assert main(["inspect", str(draft), "--target", str(TARGET), "--json"]) == 2
@@ -67,7 +71,7 @@ def test_misfit(capsys, tmp_path):
     assert any("hidden size" in problem["what"] for problem in report["problems"])
 
 
-def test_needs_no_sglang(tmp_path):
+def test_needs_no_sglang(tmp_path: Path) -> None:
     """Seconds, no GPU: SGLang is not even imported."""
     code = f"""
 import sys
@@ -79,7 +83,7 @@ sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "DFlash 2": {"dflash_config": {"selector_rank": 8}},
     "DFlash 2 too": {"dflash_config": {"conv_kernel_size": 4}},
     "DSpark": {"dflash_config": {"markov_order": 2}},
@@ -93,7 +97,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_other_methods_are_named(tmp_path, capsys, method):
+def test_other_methods_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
     config = draft_config(**OTHERS[method])
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path), "--json"]) == 2
@@ -129,13 +135,13 @@ def no_header(folder: Path) -> Path:
     ("broken", "words"),
     [(sharded, "gone.safetensors"), (truncated, "truncated"), (no_header, "safetensors")],
 )
-def test_broken_files(tmp_path, broken, words):
+def test_broken_files(tmp_path: Path, broken: Callable[[Path], Path], words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
         load(broken(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_dtype(tmp_path, capsys):
+def test_wrong_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = draft_config()
     weights = draft_weights(config)
     weights["fc.weight"] = (weights["fc.weight"] * 10).to(torch.int8)
@@ -144,7 +150,9 @@ def test_wrong_dtype(tmp_path, capsys):
     assert "fc.weight has dtype I8" in problem["what"]
 
 
-def test_broken_weights_hide_no_other_problem(tmp_path, capsys):
+def test_broken_weights_hide_no_other_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draft = truncated(tmp_path)
     assert main(["inspect", str(draft), "--target", str(TARGET), "--json"]) == 2
     report = json.loads(capsys.readouterr().out)
@@ -154,14 +162,14 @@ def test_broken_weights_hide_no_other_problem(tmp_path, capsys):
     assert (report["format"], report["block_size"], report["parameters"]) == ("zlab", 8, 0)
 
 
-def test_a_draft_without_weights(tmp_path, capsys):
+def test_a_draft_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(draft_config()))
     assert main(["inspect", str(tmp_path), "--json"]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
     assert "no safetensors file" in problem["what"]
 
 
-RECURRENT = {
+RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen 3 Next": {"linear_num_value_heads": 32},
     "Qwen 3.5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
     "Nemotron H": {"hybrid_override_pattern": "M*M-"},
@@ -169,7 +177,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_targets(tmp_path, capsys, family):
+def test_recurrent_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 160}
     target, fields = tmp_path / "target", RECURRENT[family]
     target.mkdir()
@@ -196,7 +204,9 @@ JSON_TYPES = {
 
 
 @pytest.mark.parametrize("what", ["sound", "broken", "missing"])
-def test_json_keeps_its_shape(tmp_path, capsys, what):
+def test_json_keeps_its_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
     if what == "broken":
         (tmp_path / "config.json").write_text("{")
     main(
@@ -211,7 +221,7 @@ def test_json_keeps_its_shape(tmp_path, capsys, what):
     assert report["fits"] == (not report["problems"]) == (what == "sound")
 
 
-def test_every_row_for_people(tmp_path, capsys):
+def test_every_row_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A speculators draft with windows and a vocabulary of its own, beside its target."""
     kinds = ["sliding_attention", "full_attention"]
     config, weights = speculators_draft(layer_types=kinds, sliding_window=12)
@@ -219,7 +229,7 @@ def test_every_row_for_people(tmp_path, capsys):
     target = write_target(tmp_path / "target")
     assert main(["inspect", str(draft), "--target", str(target)]) == 0
     out = capsys.readouterr().out
-    rows = (
+    rows: tuple[str, ...] = (
         "speculators",
         "8 (7 drafts)",
         "[1, 3]",
@@ -233,7 +243,9 @@ def test_every_row_for_people(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["config.json", "text_config"])
-def test_a_target_without_sizes(tmp_path, capsys, name):
+def test_a_target_without_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     raw = {} if name == "config.json" else {"text_config": "none"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert main(["inspect", str(DRAFT), "--target", str(tmp_path), "--json"]) == 2
@@ -243,11 +255,11 @@ def test_a_target_without_sizes(tmp_path, capsys, name):
     assert problem["fix"] == "Give the folder of a target as --target."
 
 
-def test_brackets_are_no_markup(tmp_path, capsys):
+def test_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "[red]draft")]) == 2
     assert "[red]draft" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_path_that_does_not_exist(capsys):
+def test_a_path_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "/nowhere/at/all", "--json"]) == 2
     assert "not a folder" in capsys.readouterr().out

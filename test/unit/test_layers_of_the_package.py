@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "sglang_dflash"
 
 
-def test_t_modules_need_no_sglang():
+def test_t_modules_need_no_sglang() -> None:
     code = """
 import sys
 class Ban:
@@ -28,7 +28,7 @@ import sglang_dflash.options, sglang_dflash.platforms
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_nothing_but_its_plugin_reaches_the_cpu():
+def test_nothing_but_its_plugin_reaches_the_cpu() -> None:
     """`cpu/` runs SGLang without a GPU, for any algorithm; it shapes nothing outside."""
     named = []
     for file in PACKAGE.rglob("*.py"):
@@ -39,6 +39,6 @@ def test_nothing_but_its_plugin_reaches_the_cpu():
     assert named == []
 
 
-def test_one_name_has_one_file():
+def test_one_name_has_one_file() -> None:
     names = [file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
     assert sorted(names) == sorted(set(names))

@@ -12,7 +12,9 @@ from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 VOCAB = 7
 
 
-def state(frequency, presence, repetition, min_length, stop):
+def state(
+    frequency: float, presence: float, repetition: float, min_length: int, stop: int
+) -> Penalties:
     """An empty state of one request."""
     bias = torch.zeros(1, VOCAB)
     bias[0, stop] = float("-inf")
@@ -28,7 +30,15 @@ def state(frequency, presence, repetition, min_length, stop):
     )
 
 
-def slow(logits, history, frequency, presence, repetition, min_length, stop):
+def slow(
+    logits: torch.Tensor,
+    history: list[int],
+    frequency: float,
+    presence: float,
+    repetition: float,
+    min_length: int,
+    stop: int,
+) -> torch.Tensor:
     """What one-token decoding does to one row of logits after `history`."""
     out = logits.clone()
     for token in range(VOCAB):
@@ -54,7 +64,9 @@ def slow(logits, history, frequency, presence, repetition, min_length, stop):
     ),
     st.integers(0, 2**31),
 )
-def test_block_equals_single_tokens(output, block, parameters, seed):
+def test_block_equals_single_tokens(
+    output: list[int], block: list[int], parameters: tuple[float, float, float, int, int], seed: int
+) -> None:
     logits = torch.randn(1, len(block), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     penalties = state(*parameters)
     if output:
@@ -77,7 +89,7 @@ def test_block_equals_single_tokens(output, block, parameters, seed):
         )
 
 
-def test_nothing_asked_changes_nothing():
+def test_nothing_asked_changes_nothing() -> None:
     logits = torch.randn(2, 3, VOCAB)
     got = logits.clone()
     Penalties().apply(got, torch.zeros(2, 3, dtype=torch.long))
@@ -85,7 +97,7 @@ def test_nothing_asked_changes_nothing():
 
 
 @pytest.mark.parametrize("block", [None, torch.tensor([[1, 1, 2]])])
-def test_dtype_is_kept(block):
+def test_dtype_is_kept(block: torch.Tensor | None) -> None:
     logits = torch.randn(1, 1 if block is None else 3, VOCAB, dtype=torch.bfloat16)
     state(0.5, 0.1, 1.2, 3, 2).apply(logits, block)
     assert logits.dtype == torch.bfloat16

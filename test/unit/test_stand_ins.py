@@ -29,7 +29,7 @@ def slow_murmur(words: list[int]) -> int:
     return h ^ h >> 16
 
 
-def test_murmur_hash32():
+def test_murmur_hash32() -> None:
     seeds = torch.tensor([0, 42, -1, 2**40 + 17, 2**63 - 1])
     positions = torch.tensor([0, 1, 2**31 - 1, 77, 5])
     columns = torch.arange(0, 3000, 7)
@@ -40,7 +40,7 @@ def test_murmur_hash32():
         assert got[i].tolist() == [slow_murmur([*words, c]) for c in columns.tolist()]
 
 
-def test_murmur_hash32_equals_the_triton_kernel():
+def test_murmur_hash32_equals_the_triton_kernel() -> None:
     """Bit for bit, with SGLang's kernel in Triton's interpreter."""
     code = """
 import torch
@@ -54,7 +54,7 @@ assert torch.equal(kernel(seeds, positions, columns), twin(seeds, positions, col
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-def test_apply_vocab_mask():
+def test_apply_vocab_mask() -> None:
     logits = torch.zeros(2, 70)
     mask = torch.full((2, 3), -1, dtype=torch.int32)
     mask[1] = torch.tensor([1 << 5, -(2**31), 0], dtype=torch.int64).to(torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from training.shapes import DRAFT_CONFIG, VOCAB
 
 
 @pytest.mark.parametrize("size", [DRAFT_CONFIG["block_size"], 3])
-def test_a_block_sees_the_context_before_its_anchor_and_itself(size):
+def test_a_block_sees_the_context_before_its_anchor_and_itself(size: int) -> None:
     """Blocks of one forward equal blocks alone, whatever stands at and behind their anchors."""
     torch.manual_seed(0)
     draft, hidden = Draft(DRAFT_CONFIG), DRAFT_CONFIG["hidden_size"]
@@ -36,7 +38,7 @@ def test_a_block_sees_the_context_before_its_anchor_and_itself(size):
             assert (other[0, 0] - together[row, at]).abs().max() > 1e-3
 
 
-def test_half_of_the_loss_is_what_drafts_are_worth():
+def test_half_of_the_loss_is_what_drafts_are_worth() -> None:
     """The rest of the weights is the derivative of the expected steps a token, by autograd."""
     torch.manual_seed(0)
     loss = (3 * torch.rand(2, 3, 15)).requires_grad_()
@@ -50,10 +52,10 @@ def test_half_of_the_loss_is_what_drafts_are_worth():
     assert not weights[:, 1, 8:].any()
 
 
-def test_the_recipe_writes_the_prompts_that_are_shipped(tmp_path):
+def test_the_recipe_writes_the_prompts_that_are_shipped(tmp_path: Path) -> None:
     """Code is left out: it is the standard library of the Python that writes."""
 
-    def generated(file):
+    def generated(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()
         return [line for line in lines if not line.startswith('{"kind": "code"')]
 
