@@ -85,7 +85,8 @@ def draft_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
 
     def matrix(out: int, into: int) -> Tensor:
-        return torch.randn(out, into, generator=rng) * 1.5 / into**0.5
+        values: Tensor = torch.randn(out, into, generator=rng) * 1.5 / into**0.5
+        return values
 
     def scale(size: int) -> Tensor:
         return 1 + 0.2 * torch.randn(size, generator=rng)
@@ -131,6 +132,7 @@ def speculators_draft(
     With `draft_vocab` of VOCAB the draft speaks the target's own vocabulary.
     """
     flat = draft_config()
+    keys: tuple[str, ...]
     keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     keys += ("num_key_value_heads", "head_dim", "attention_bias", "rms_norm_eps")
     body = {k: flat[k] for k in (*keys, "max_position_embeddings", "vocab_size")}

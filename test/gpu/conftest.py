@@ -34,12 +34,13 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def engine(draft: bool = True, **flags: Any) -> InProcess:
-    flags = {
+    usual: dict[str, Any] = {
         "dtype": "bfloat16",
         "mem_fraction_static": 0.3,
         "max_running_requests": 8,
         "disable_piecewise_cuda_graph": True,  # half a minute to capture
-    } | flags
+    }
+    flags = usual | flags
     if DRY_RUN:
         flags |= {"attention_backend": None, "dtype": "float32"}
     return InProcess(str(TARGET), str(DRAFT) if draft else None, **flags)
@@ -52,7 +53,8 @@ class Margins:
     """How far the best logit of every committed token lies above the second, of one engine."""
 
     def __init__(self, run: InProcess) -> None:
-        self._verify, self.of = run.worker.verifier.verify, {}
+        self._verify = run.worker.verifier.verify
+        self.of: dict[tuple[str, int], float] = {}  # by request and place
         run.worker.verifier.verify = self._watched
 
     def _watched(self, batch: Any, block: Any) -> Any:

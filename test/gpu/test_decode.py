@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -33,27 +34,31 @@ from test.worker.conftest import verify_parts
 pytestmark = ON_GPU
 
 
-def part_only_at_near_ties(reqs, margins, expected) -> None:
+def part_only_at_near_ties(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> None:
     found = parted(reqs, margins, expected)
     print(f"{len(found)} of {len(reqs)} part, at margins of {sorted(found)}")
     assert all(margin < NEAR_TIE for margin in found), found
 
 
-def waits_of_steps(monkeypatch, run: InProcess) -> tuple[list[list[str]], int]:
+def waits_of_steps(monkeypatch: pytest.MonkeyPatch, run: InProcess) -> tuple[list[list[str]], int]:
     """Of three steady greedy steps: the files of all calls that block, and waits for events."""
     for prompt in prompts(4):
         run.add(prompt, **N)
     for _ in range(4):
         run.step()
-    step, blocking, waits = run.worker.forward_batch_generation, [], []
-    wait = torch.cuda.Event.synchronize
+    step, wait = run.worker.forward_batch_generation, torch.cuda.Event.synchronize
+    blocking: list[list[str]] = []
+    waits: list[torch.cuda.Event] = []
 
-    def watched(batch):
+    def noted(event: torch.cuda.Event) -> None:
+        waits.append(event)
+        wait(event)
+
+    def watched(batch: Any) -> Any:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             with monkeypatch.context() as patch:
-                noted = lambda event: waits.append(event) or wait(event)  # noqa: E731
                 patch.setattr(torch.cuda.Event, "synchronize", noted)
                 result = step(batch)
             torch.cuda.set_sync_debug_mode("default")
@@ -70,7 +75,9 @@ def waits_of_steps(monkeypatch, run: InProcess) -> tuple[list[list[str]], int]:
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("ahead", ["off", "on"])
-def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
+def test_one_copy_to_the_host_a_step(
+    monkeypatch: pytest.MonkeyPatch, backend: str, page: int, ahead: str
+) -> None:
     """Steady greedy decode waits for the device once: for what was committed."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     with engine(attention_backend=backend, page_size=page) as run:
@@ -79,7 +86,9 @@ def test_one_copy_to_the_host_a_step(monkeypatch, backend, page, ahead):
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_drafting_ahead_changes_no_token(monkeypatch, backend, page):
+def test_drafting_ahead_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, backend: str, page: int
+) -> None:
     """The same tokens, all of them the target's own, whoever drafted and when."""
     monkeypatch.setenv(DRAFT_AHEAD, "off")
     with engine(attention_backend=backend, page_size=page) as run:
@@ -92,12 +101,14 @@ def test_drafting_ahead_changes_no_token(monkeypatch, backend, page):
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 @pytest.mark.parametrize("width", ["5", "auto"])
-def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, width):
+def test_a_width_with_graphs_of_its_own_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, backend: str, width: str
+) -> None:
     """Whole blocks, one width, and widths in turn: the same tokens, and graphs for every one."""
     used, turns = set(), itertools.cycle([4, 8, 12, 16])
     replay = CudaGraphRunner.replay
 
-    def watched(graphs, batch, *args, **kwargs):
+    def watched(graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not graphs.model_runner.is_draft_worker:
             used.add((graphs.num_tokens_per_bs, batch.spec_info.draft_token_num))
         return replay(graphs, batch, *args, **kwargs)
@@ -118,7 +129,7 @@ def test_a_width_with_graphs_of_its_own_changes_no_token(monkeypatch, backend, w
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
-def test_padded_graphs_equal_eager(backend):
+def test_padded_graphs_equal_eager(backend: str) -> None:
     """B11: batches of odd sizes run in larger graphs, whose padding rows write the dummy slot."""
     ids, counts = prompts(7), (1, 3, 5, 7)
     with engine(attention_backend=backend, disable_cuda_graph=True) as run:
@@ -130,7 +141,7 @@ def test_padded_graphs_equal_eager(backend):
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
-def test_where_texts_part_is_a_near_tie(backend):
+def test_where_texts_part_is_a_near_tie(backend: str) -> None:
     """B26: every committed token is the argmax of its own row; texts part only at near-ties."""
     ids = prompts(6)
     with engine(draft=False, attention_backend=backend) as run:
@@ -141,7 +152,7 @@ def test_where_texts_part_is_a_near_tie(backend):
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
-def test_requests_join_one_by_one(backend):
+def test_requests_join_one_by_one(backend: str) -> None:
     """Eager forwards keep buffers that grow in decode steps and are filled in prefills."""
     ids, reqs = prompts(5), []
     with engine(attention_backend=backend, disable_cuda_graph=True) as run:
@@ -155,9 +166,9 @@ def test_requests_join_one_by_one(backend):
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
-def test_the_last_block_ends_behind_the_context(backend, page):
+def test_the_last_block_ends_behind_the_context(backend: str, page: int) -> None:
     """Answers that fill the context: their last verify has rows behind it."""
-    flags = {"attention_backend": backend, "page_size": page, "context_length": 160}
+    flags: dict[str, Any] = {"attention_backend": backend, "page_size": page, "context_length": 160}
     ids = prompts(5)
     with engine(draft=False, **flags) as run:
         expected = together(run, ids, max_new_tokens=150)
@@ -171,7 +182,7 @@ def test_the_last_block_ends_behind_the_context(backend, page):
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_context_kv_kernel(dtype, dim):
+def test_context_kv_kernel(dtype: torch.dtype, dim: int) -> None:
     """The compiled kernel against its twin."""
     torch.manual_seed(0)
     n, layers, heads, size = 300, 5, 8, 4096
@@ -196,7 +207,7 @@ def test_context_kv_kernel(dtype, dim):
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("given", [True, False])
-def test_kernels_of_a_step(given):
+def test_kernels_of_a_step(given: bool) -> None:
     """Compiled, acceptance and the next block equal their twins."""
     torch.manual_seed(0)
     rows, width = 48, 16
@@ -217,7 +228,7 @@ def test_kernels_of_a_step(given):
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("rows", [1, 16, 720])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernel_of_the_largest_logit(rows, dtype):
+def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
     """Compiled, it equals torch's own."""
     torch.manual_seed(rows)
     logits = torch.randn(rows, 152_064, device="cuda").to(dtype)[:, :151_936]
@@ -235,7 +246,7 @@ def test_kernel_of_the_largest_logit(rows, dtype):
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])  # SGLang's graphs have the first
-def test_kernel_of_tables(page, kind):
+def test_kernel_of_tables(page: int, kind: torch.dtype) -> None:
     torch.manual_seed(page)
     table = torch.randint(10_000, (50, 4096), dtype=torch.int32, device="cuda") * 16
     rows, lens = torch.randperm(50, device="cuda")[:40], torch.randint(4080, (40,), device="cuda")

@@ -130,11 +130,12 @@ def accepted(draft: Path) -> float:
         engine.shutdown()
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     drafts = sum(sum(answer["meta_info"]["spec_accepted_per_position"]) for answer in answers)
-    return drafts / steps
+    rate: float = drafts / steps
+    return rate
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_quantised_drafts(tmp_path, method):
+def test_quantised_drafts(tmp_path: Path, method: str) -> None:
     quantised, plain = write_pair(tmp_path, method)
     expected = accepted(plain)
     assert expected > 0.5

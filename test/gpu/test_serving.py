@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,13 +42,17 @@ def all_kinds(run: InProcess, kinds: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer"])
-def test_all_kinds_of_requests(backend, page, graphs):
+def test_all_kinds_of_requests(backend: str, page: int, graphs: bool) -> None:
     """They finish, the draft is accepted as on a CPU, and the answers are of their kind."""
-    flags = {"attention_backend": backend, "page_size": page, "disable_cuda_graph": not graphs}
+    flags: dict[str, Any] = {
+        "attention_backend": backend,
+        "page_size": page,
+        "disable_cuda_graph": not graphs,
+    }
     with engine(**flags) as run:
         verify, replayed = run.worker.verifier.verify, []
 
-        def watched(batch, block):
+        def watched(batch: Any, block: Any) -> Any:
             verified = verify(batch, block)
             replayed.append(verified.result.can_run_cuda_graph)
             return verified
@@ -70,11 +75,11 @@ def test_all_kinds_of_requests(backend, page, graphs):
     assert info.output_token_logprobs_val == pytest.approx(best, abs=1e-6)
 
 
-def test_prefill_in_graphs(monkeypatch):
+def test_prefill_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's graphs of prefills hand out the hidden states: the draft is accepted as without."""
     replayed, replay = [], PiecewiseCudaGraphRunner.replay
 
-    def watched(graphs, batch, **kwargs):
+    def watched(graphs: Any, batch: Any, **kwargs: Any) -> Any:
         output = replay(graphs, batch, **kwargs)
         replayed.append((len(batch.input_ids), len(output.hidden_states)))
         return output
@@ -82,7 +87,7 @@ def test_prefill_in_graphs(monkeypatch):
     monkeypatch.setattr(PiecewiseCudaGraphRunner, "replay", watched)
     found = []
     for graphs in (False, True):
-        sizes = {
+        sizes: dict[str, Any] = {
             "disable_piecewise_cuda_graph": not graphs,
             "piecewise_cuda_graph_tokens": [64, 512],
         }
@@ -99,7 +104,7 @@ def test_prefill_in_graphs(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def native():
+def native() -> Iterator[None]:
     """SGLang's own torch forms of norms, RoPE and activations: its CUDA kernels know no fp32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MultiPlatformOp, "dispatch_forward", lambda op: op.forward_native)
@@ -107,7 +112,7 @@ def native():
 
 
 @pytest.fixture(scope="module")
-def truth(native) -> dict[str, Any]:
+def truth(native: None) -> dict[str, Any]:
     """What the target says without speculation, in fp32."""
     with engine(draft=False, attention_backend="triton", dtype="float32") as run:
         return all_kinds(run, EXACT) | {"plain": together(run, prompts(32))}
@@ -116,10 +121,16 @@ def truth(native) -> dict[str, Any]:
 @pytest.mark.parametrize("ahead", ["off", "on"])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_fp32_tokens_are_the_targets(monkeypatch, truth, page, graphs, ahead):
+def test_fp32_tokens_are_the_targets(
+    monkeypatch: pytest.MonkeyPatch, truth: dict[str, Any], page: int, graphs: bool, ahead: str
+) -> None:
     """In fp32 all tokens equal those of no speculation, and so do logprobs but for rounding."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
-    flags = {"page_size": page, "disable_cuda_graph": not graphs, "dtype": "float32"}
+    flags: dict[str, Any] = {
+        "page_size": page,
+        "disable_cuda_graph": not graphs,
+        "dtype": "float32",
+    }
     with engine(attention_backend="triton", **flags) as run:
         found = all_kinds(run, EXACT)
         plain = together(run, prompts(32))
