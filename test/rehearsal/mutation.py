@@ -6,9 +6,11 @@ import __future__
 import inspect
 import textwrap
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
+
+Change: TypeAlias = tuple[str, str, str]  # what `mutate` takes: function, old, new
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str) -> None:

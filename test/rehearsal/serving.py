@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, to
 class Asked:
     ids: list[int]
     options: dict[str, Any]
-    answer: dict[str, Any] | None = None  # without speculation, graphs and company
+    answer: dict[str, Any] = field(default_factory=dict)  # without speculation and company
 
 
 def small_draft(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,7 +95,8 @@ def forced(run: InProcess) -> Forced:
 
 def recorded(run: InProcess) -> Drafts:
     """Of every drafted block, as they come: its request, the anchor's position and its tokens."""
-    drafts, propose = [], run.worker.drafter.propose
+    drafts: Drafts = []
+    propose = run.worker.drafter.propose
 
     def proposed(batch: Any, *where: Any) -> Any:
         block = propose(batch, *where)
@@ -109,7 +110,8 @@ def recorded(run: InProcess) -> Drafts:
 
 def serve(run: InProcess, asked: dict[str, Asked], apart: int = 2) -> dict[str, Any]:
     """Requests that join so many steps apart and end when they end, by name."""
-    drafts, reqs = forced(run), {}
+    drafts = forced(run)
+    reqs: dict[str, Any] = {}
     for name, one in asked.items():
         reqs[name] = run.add(one.ids, **one.options)
         drafts.truth[reqs[name].rid] = one.answer["ids"]
@@ -152,8 +154,8 @@ def assert_exact(reqs: dict[str, Any], asked: dict[str, Asked]) -> None:
         if name == "sampled":
             assert len(found["ids"]) == len(told["ids"])
             continue
-        for field in ("ids", "reason", "logprob_ids"):
-            assert found[field] == told[field], (name, field, found[field], told[field])
+        for fact in ("ids", "reason", "logprob_ids"):
+            assert found[fact] == told[fact], (name, fact, found[fact], told[fact])
         for ours, theirs in zip(found["logprobs"] or (), told["logprobs"] or (), strict=True):
             assert abs(ours - theirs) < 1e-4, name
 

@@ -24,16 +24,16 @@ DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_asked(monkeypatch) -> None:
+def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DRAFT_AHEAD, raising=False)
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory) -> str:
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_draft(tmp_path_factory.mktemp("draft"), *small_draft(**DRAFT)))
 
 
-USUAL = {  # whatever the target is
+USUAL: dict[str, Any] = {  # whatever the target is
     "target attention": ("fa3", "fa3"),
     "draft attention": "fa3",
     "kv_cache_dtype": "auto",
@@ -130,7 +130,7 @@ def check_refusal(words: list[str], target: str, draft: str, **given: Any) -> No
 
 
 @pytest.fixture
-def target(tmp_path, request) -> str:
+def target(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     return write_kind(tmp_path, request.param)
 
 
@@ -139,12 +139,12 @@ def of_kinds(*kinds: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_arguments(draft, tmp_path, kind):
+def test_arguments(draft: str, tmp_path: Path, kind: str) -> None:
     """The user names a target and a draft, and SGLang picks fa3 for both."""
     check_arguments(write_kind(tmp_path, kind), draft, UNUSUAL[kind])
 
 
-def test_every_kind_is_judged():
+def test_every_kind_is_judged() -> None:
     assert {*KINDS} == {*UNUSUAL, "FP8 KV"}
 
 
@@ -161,14 +161,16 @@ def test_every_kind_is_judged():
         ({"prefill_attention_backend": "triton"}, "triton", "fa3"),
     ],
 )
-def test_explicit_backends(target, draft, given, prefill, decode):
+def test_explicit_backends(
+    target: str, draft: str, given: dict[str, str], prefill: str, decode: str
+) -> None:
     """The backend of prefills verifies, the draft takes that of decode."""
     expected = {"target attention": (prefill, decode), "draft attention": decode}
     check_arguments(target, draft, expected, **given)
 
 
 @of_kinds("dense")
-def test_the_backend_that_verifies_can_be_that_of_decode(target, draft):
+def test_the_backend_that_verifies_can_be_that_of_decode(target: str, draft: str) -> None:
     given = {
         "prefill_attention_backend": "flashinfer",
         "speculative_attention_mode": "decode",
@@ -178,7 +180,7 @@ def test_the_backend_that_verifies_can_be_that_of_decode(target, draft):
 
 
 @of_kinds("sliding window")
-def test_flashinfer_cannot_verify_windows(target, draft):
+def test_flashinfer_cannot_verify_windows(target: str, draft: str) -> None:
     words = ["sliding-window layers", "--attention-backend fa3 or triton"]
     check_refusal(words, target, draft, attention_backend="flashinfer")
     check_refusal(words, target, draft, prefill_attention_backend="flashinfer")
@@ -191,13 +193,13 @@ FP8_KV = ["KV in FP8", "without kv_cache_quant_algo"]  # the kind "ModelOpt" has
 
 
 @of_kinds("FP8 KV")
-def test_fp8_kv(target, draft):
+def test_fp8_kv(target: str, draft: str) -> None:
     """The checkpoint asks for it; no flag does."""
     check_refusal(FP8_KV, target, draft)
 
 
 @of_kinds("MLA")
-def test_backends_of_mla_that_cannot_verify(target, draft):
+def test_backends_of_mla_that_cannot_verify(target: str, draft: str) -> None:
     """The refusal names a backend that is then accepted."""
     for backend in ("flashmla", "cutlass_mla"):
         words = [backend, "--attention-backend triton"]
@@ -208,7 +210,7 @@ def test_backends_of_mla_that_cannot_verify(target, draft):
 
 @of_kinds("MLA")
 @pytest.mark.parametrize("given", [{}, {"attention_backend": "triton"}], ids=str)
-def test_sparse_attention_of_deepseek(target, draft, given):
+def test_sparse_attention_of_deepseek(target: str, draft: str, given: dict[str, Any]) -> None:
     """SGLang has changed other arguments for it before ours are judged."""
     file = Path(target) / "config.json"
     picks = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
@@ -218,7 +220,7 @@ def test_sparse_attention_of_deepseek(target, draft, given):
 
 
 @of_kinds("dense")
-def test_a_draft_with_windows(target, tmp_path):
+def test_a_draft_with_windows(target: str, tmp_path: Path) -> None:
     """fa3, the default, does not compute them right. Triton does, and the target keeps fa3."""
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 32}
     path = str(write_draft(tmp_path / "windows", *small_draft(**DRAFT | windows)))
@@ -229,7 +231,7 @@ def test_a_draft_with_windows(target, tmp_path):
 
 
 @of_kinds("dense")
-def test_a_draft_that_predicts_from_the_anchor(target, tmp_path):
+def test_a_draft_that_predicts_from_the_anchor(target: str, tmp_path: Path) -> None:
     """The target verifies a token more than the draft reads."""
     method = {"sample_from_anchor": True, "target_layer_ids": [0, 1]}
     path = str(write_draft(tmp_path / "anchor", *small_draft(**DRAFT, dflash_config=method)))
@@ -237,7 +239,7 @@ def test_a_draft_that_predicts_from_the_anchor(target, tmp_path):
 
 
 @of_kinds("MLA", "MoE", "two KV pools")
-def test_all_reduces_are_not_fused(target, draft):
+def test_all_reduces_are_not_fused(target: str, draft: str) -> None:
     """SGLang alone fuses them on Hopper, as soon as there are two GPUs."""
     assert ServerArgs(model_path=target, tp_size=2).enable_flashinfer_allreduce_fusion
     assert not arguments(target, draft, tp_size=2).enable_flashinfer_allreduce_fusion
@@ -308,7 +310,9 @@ ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
 
 
 @pytest.mark.parametrize("argument", ARGUMENT_MUTATIONS)
-def test_a_wrong_argument_is_seen(draft, tmp_path, monkeypatch, argument):
+def test_a_wrong_argument_is_seen(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
     mutation = ARGUMENT_MUTATIONS[argument]
     asked = write_kind(tmp_path, mutation.kind), draft, mutation.expected
     check_arguments(*asked, **mutation.given)
@@ -330,7 +334,16 @@ def test_a_wrong_argument_is_seen(draft, tmp_path, monkeypatch, argument):
         ),
     ],
 )
-def test_a_missing_refusal_is_seen(draft, tmp_path, monkeypatch, kind, given, function, old, new):
+def test_a_missing_refusal_is_seen(
+    draft: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    given: dict[str, Any],
+    function: str,
+    old: str,
+    new: str,
+) -> None:
     target, words = write_kind(tmp_path, kind), FP8_KV if kind == "FP8 KV" else ["sliding-window"]
     check_refusal(words, target, draft, **given)
     mutate(monkeypatch, function, old, new)

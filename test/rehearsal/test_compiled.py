@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,15 +31,18 @@ CONTEXT_KV = "sglang_dflash.kernels.store_kv:_store_kv"
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """Kernels that are compiled, with the kinds of their pointers."""
-    monkeypatch.setattr(kernels, "COMPILED", {})
-    return lambda: kernels.COMPILED
+    found: dict[str, set[str]] = {}
+    monkeypatch.setattr(kernels, "COMPILED", found)
+    return found
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_dtypes_and_head_sizes(tmp_path, compiled, dtype, dim):
+def test_dtypes_and_head_sizes(
+    tmp_path: Path, compiled: dict[str, set[str]], dtype: str, dim: int
+) -> None:
     """Attention of target and draft, and the context KV, through the functions that launch them."""
     heads = HEADS | {"head_dim": dim}
     write_target(tmp_path / "target", num_hidden_layers=2, **heads)
@@ -47,24 +51,32 @@ def test_dtypes_and_head_sizes(tmp_path, compiled, dtype, dim):
         run.generate(prompt(1, 6), **N | {"max_new_tokens": 2})
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
     for name in (ATTENTION, CONTEXT_KV):
-        assert any(f"*{short}" in kinds for kinds in compiled()[name]), name
+        assert any(f"*{short}" in kinds for kinds in compiled[name]), name
 
 
 @pytest.mark.parametrize(
     ("backend", "seeded"),
     [("triton", False), ("triton", True), ("flashinfer", False), ("fa3", False)],
 )
-def test_all_that_serving_launches(small, compiled, backend, seeded):
+def test_all_that_serving_launches(
+    small: Path, compiled: dict[str, set[str]], backend: str, seeded: bool
+) -> None:
     """Pages, a grammar's mask, a seeded draw: what else Triton compiles, in fp32."""
-    flags = {"page_size": 16, "cuda_graph_bs": [4], "enable_deterministic_inference": seeded}
+    flags: dict[str, Any] = {
+        "page_size": 16,
+        "cuda_graph_bs": [4],
+        "enable_deterministic_inference": seeded,
+    }
     with engine(small, backend, **flags) as run:
         reqs = [run.add(prompt(i, 20), **STEP | kind) for i, kind in enumerate(KINDS)]
         run.run(*reqs)
     expected = {CONTEXT_KV, ACCEPT, BLOCK, ALLOCATION, MASK} | ({HASH} if seeded else set())
-    assert expected <= compiled().keys()
+    assert expected <= compiled.keys()
 
 
-def test_an_annotated_argument_is_refused(small, compiled, monkeypatch):
+def test_an_annotated_argument_is_refused(
+    small: Path, compiled: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mutation: Triton takes an annotation that is no tl.constexpr for a global."""
     kernel = store_kv._store_kv
     source = kernel.src

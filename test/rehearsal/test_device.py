@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -22,11 +23,11 @@ CUDA = "cuda"
 
 
 @pytest.fixture
-def graph():
+def graph() -> torch.cuda.CUDAGraph:
     return torch.cuda.CUDAGraph()
 
 
-def test_where_tensors_are():
+def test_where_tensors_are() -> None:
     host, device = torch.ones(3), torch.ones(3, device=CUDA)
     assert (host.is_cuda, device.is_cuda, device.device.type) == (False, True, CUDA)
     assert (device + 1).is_cuda
@@ -43,7 +44,7 @@ def test_where_tensors_are():
         assert torch.tensor([1]).is_meta
 
 
-def test_host_and_device_do_not_meet():
+def test_host_and_device_do_not_meet() -> None:
     device = torch.ones(3, device=CUDA)
     with pytest.raises(DeviceError, match="meet"):
         device + torch.ones(3)
@@ -71,7 +72,9 @@ def test_host_and_device_do_not_meet():
         lambda t: torch.cuda.synchronize(),
     ],
 )
-def test_what_makes_the_host_wait(graph, ask):
+def test_what_makes_the_host_wait(
+    graph: torch.cuda.CUDAGraph, ask: Callable[[Tensor], object]
+) -> None:
     """Once each; in a graph it is refused."""
     tensor = torch.ones(1, dtype=torch.int64, device=CUDA)
     LOG.clear()
@@ -81,7 +84,7 @@ def test_what_makes_the_host_wait(graph, ask):
         ask(tensor)
 
 
-def test_what_does_not():
+def test_what_does_not() -> None:
     tensor = torch.ones(4, device=CUDA)
     LOG.clear()
     tensor[tensor > 0] = 2.0
@@ -93,7 +96,7 @@ def test_what_does_not():
     assert LOG.copies == ["to device", "to host"]
 
 
-def test_a_copy_arrives_when_it_was_waited_for():
+def test_a_copy_arrives_when_it_was_waited_for() -> None:
     first, event = torch.ones(2, device=CUDA).to("cpu", non_blocking=True), torch.cuda.Event()
     event.record()
     second = torch.ones(2, device=CUDA).to("cpu", non_blocking=True)
@@ -103,7 +106,7 @@ def test_a_copy_arrives_when_it_was_waited_for():
     assert second.isnan().all()
 
 
-def test_an_event_is_over_with_the_copies_before_it():
+def test_an_event_is_over_with_the_copies_before_it() -> None:
     first, then = torch.cuda.Event(), torch.cuda.Event()
     torch.ones(2, pin_memory=True).to(CUDA, non_blocking=True)
     first.record()
@@ -115,7 +118,7 @@ def test_an_event_is_over_with_the_copies_before_it():
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_a_copy_reads_may_change_once_it_was_waited_for(pinned):
+def test_what_a_copy_reads_may_change_once_it_was_waited_for(pinned: bool) -> None:
     """Pageable memory is read before the call returns."""
     host = torch.ones(2, pin_memory=pinned)
     host.to(CUDA, non_blocking=True)
@@ -127,7 +130,7 @@ def test_what_a_copy_reads_may_change_once_it_was_waited_for(pinned):
         torch.cuda.synchronize()
 
 
-def test_a_replay_reads_and_writes_where_the_capture_did(graph):
+def test_a_replay_reads_and_writes_where_the_capture_did(graph: torch.cuda.CUDAGraph) -> None:
     given, out = torch.ones(3, device=CUDA), torch.zeros(3, device=CUDA)
     with torch.cuda.graph(graph):
         made = given * 2
@@ -139,7 +142,7 @@ def test_a_replay_reads_and_writes_where_the_capture_did(graph):
     assert made.tolist() == out.tolist() == [11, 11, 11]
 
 
-def test_graphs_leave_nothing_for_each_other(graph):
+def test_graphs_leave_nothing_for_each_other(graph: torch.cuda.CUDAGraph) -> None:
     given, other = torch.ones(3, device=CUDA), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = given * 2
@@ -151,8 +154,9 @@ def test_graphs_leave_nothing_for_each_other(graph):
     assert made.isnan().all()
 
 
-def test_what_the_host_does_is_not_captured(graph):
-    given, steps = torch.ones(1, device=CUDA), []
+def test_what_the_host_does_is_not_captured(graph: torch.cuda.CUDAGraph) -> None:
+    given = torch.ones(1, device=CUDA)
+    steps: list[int] = []
     with torch.cuda.graph(graph):
         made = given + len(steps)
     steps.append(1)
@@ -161,12 +165,12 @@ def test_what_the_host_does_is_not_captured(graph):
 
 
 @triton.jit
-def _double(x, n, block: tl.constexpr):
+def _double(x, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
 
 
-def test_triton(graph):
+def test_triton(graph: torch.cuda.CUDAGraph) -> None:
     """Interpreted, captured, and refused on memory of the host."""
     x = torch.ones(5, device=CUDA)
     LOG.clear()
@@ -184,7 +188,7 @@ def test_triton(graph):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("left", [-1, 3])
-def test_attention_equals_torch(causal, left):
+def test_attention_equals_torch(causal: bool, left: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     seen = torch.ones(3, 9, dtype=torch.bool)
@@ -193,8 +197,9 @@ def test_attention_equals_torch(causal, left):
         seen &= key <= at
     if left >= 0:
         seen &= key >= at - left
+    query, keys, values = (t.transpose(0, 1) for t in (q, k, v))
     expected = nn.functional.scaled_dot_product_attention(
-        *(t.transpose(0, 1) for t in (q, k, v)), attn_mask=seen, scale=0.3, enable_gqa=True
+        query, keys, values, attn_mask=seen, scale=0.3, enable_gqa=True
     )
     found, _ = attend(q, k, v, 0.3, causal, left, softcap=0.0)
     torch.testing.assert_close(found, expected.transpose(0, 1))
@@ -203,7 +208,9 @@ def test_attention_equals_torch(causal, left):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layers", "ropes"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (1, 96), (3, 64), (1, 256)])
-def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
+def test_context_kv_equals_its_twin(
+    dtype: torch.dtype, layers: int, ropes: int, heads: int, dim: int
+) -> None:
     """Our kernel in Triton's interpreter."""
     torch.manual_seed(0)
     n, size = 8, 40
@@ -231,7 +238,7 @@ def test_context_kv_equals_its_twin(dtype, layers, ropes, heads, dim):
 
 @pytest.mark.parametrize("width", [1, 5, 16])
 @pytest.mark.parametrize("given", [True, False])
-def test_acceptance_equals_its_twin(width, given):
+def test_acceptance_equals_its_twin(width: int, given: bool) -> None:
     torch.manual_seed(width)
     rows = 40
     drawn = torch.randint(3, (rows, width), device=CUDA)
@@ -245,7 +252,7 @@ def test_acceptance_equals_its_twin(width, given):
 
 
 @pytest.mark.parametrize("size", [2, 7, 16])
-def test_the_next_block_equals_its_twin(size):
+def test_the_next_block_equals_its_twin(size: int) -> None:
     torch.manual_seed(size)
     rows = 5
     table = torch.randint(1000, (9, 64), dtype=torch.int32, device=CUDA)
@@ -269,7 +276,7 @@ def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("size", [5, 4096, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weigh", [True, False])
-def test_the_largest_logit_equals_its_twin(size, dtype, weigh):
+def test_the_largest_logit_equals_its_twin(size: int, dtype: torch.dtype, weigh: bool) -> None:
     torch.manual_seed(size)
     asked = logits(9, size, dtype)
     ours, twin = launch_largest(asked, weigh), largest_in_torch(asked.cpu(), weigh)
@@ -277,17 +284,17 @@ def test_the_largest_logit_equals_its_twin(size, dtype, weigh):
     sane = slice(4, None)
     assert torch.equal(ours[1].cpu()[sane], twin[1][sane])
     assert (ours[2] is None) == (twin[2] is None) == (not weigh)
-    if weigh:
+    if ours[2] is not None and twin[2] is not None:
         torch.testing.assert_close(ours[2].cpu()[sane], twin[2][sane])
         torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
 
 
-def test_no_number_of_rows_compiles_anew(monkeypatch):
+def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The constants of both kernels are the same for every batch."""
     seen: set[tuple[tuple[str, int], ...]] = set()
 
     class Watched:
-        def __getitem__(self, grid):
+        def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda *_, **constants: seen.add(tuple(constants.items()))
 
     for kernel in ("_largest_of_parts", "_largest_of_tokens"):
@@ -298,7 +305,7 @@ def test_no_number_of_rows_compiles_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_tables_are_those_of_the_requests(page):
+def test_tables_are_those_of_the_requests(page: int) -> None:
     torch.manual_seed(page)
     table = torch.randint(50, (6, 1), dtype=torch.int32) * 2400 + torch.arange(2400)
     rows, lens = torch.tensor([4, 0, 2]), torch.tensor([3, 2300, 1030])

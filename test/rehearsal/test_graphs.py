@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.rehearsal.device.memory import Recording
-from test.rehearsal.mutation import mutate
+from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
     Asked,
     N,
@@ -27,17 +28,19 @@ from test.worker.conftest import prompt, verify_parts
 
 
 @pytest.fixture(scope="module")
-def asked(small):
+def asked(small: Path) -> dict[str, Asked]:
     return answer(small, all_kinds())
 
 
 @pytest.fixture(params=["on", "off"])
-def ahead(request, monkeypatch):
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft-ahead, which replays the draft's graph between a verify and what reads it."""
     monkeypatch.setenv(DRAFT_AHEAD, request.param)
 
 
-def test_padded_batches(small, asked, monkeypatch, ahead):
+def test_padded_batches(
+    small: Path, asked: dict[str, Asked], monkeypatch: pytest.MonkeyPatch, ahead: None
+) -> None:
     """Each batch runs in a larger graph, whose other rows hold what the last one left."""
     replay, replayed = CudaGraphRunner.replay, set()
 
@@ -54,7 +57,9 @@ def test_padded_batches(small, asked, monkeypatch, ahead):
 
 
 @pytest.mark.parametrize("width", ["5", "auto"])
-def test_widths_with_graphs_of_their_own(small, asked, monkeypatch, ahead, width):
+def test_widths_with_graphs_of_their_own(
+    small: Path, asked: dict[str, Asked], monkeypatch: pytest.MonkeyPatch, ahead: None, width: str
+) -> None:
     monkeypatch.setenv(VERIFY_WIDTH, width)
     used, turns = set(), itertools.cycle([2, 8, 4, 6])
     replay = CudaGraphRunner.replay
@@ -90,13 +95,17 @@ def same_states(small: Any) -> None:
     torch.testing.assert_close(torch.stack(states(small)), torch.stack(expected), atol=1e-4, rtol=0)
 
 
-def test_hidden_states_of_a_narrow_verify(small, monkeypatch, ahead):
+def test_hidden_states_of_a_narrow_verify(
+    small: Path, monkeypatch: pytest.MonkeyPatch, ahead: None
+) -> None:
     """They are read after the draft's graph has written to memory that both share."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
     same_states(small)
 
 
-def test_hidden_states_left_in_the_graphs_memory(small, monkeypatch):
+def test_hidden_states_left_in_the_graphs_memory(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mutation: no copy of them is kept."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
     after_verify = "runtime.draft_ahead:DraftAhead.after_verify"
@@ -105,7 +114,9 @@ def test_hidden_states_left_in_the_graphs_memory(small, monkeypatch):
         same_states(small)
 
 
-def test_context_kv_comes_before_the_next_draft(small, monkeypatch):
+def test_context_kv_comes_before_the_next_draft(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mutation: the next draft replays first, over the states that context KV is made of."""
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
     context = "self._write_context(verified)"
@@ -117,12 +128,12 @@ def test_context_kv_comes_before_the_next_draft(small, monkeypatch):
         assert_drafts(small, reqs, drafts)
 
 
-def test_nothing_is_kept_for_a_backward_pass(small, monkeypatch):
+def test_nothing_is_kept_for_a_backward_pass(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang captures with gradients enabled, whose graph would keep every activation."""
     assert not gradients(small, monkeypatch)
 
 
-def test_gradients_are_seen(small, monkeypatch):
+def test_gradients_are_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft's forward without its `no_grad`."""
     mutate(monkeypatch, "model.draft:DFlashDraftModel.forward", "@torch.no_grad()", "")
     assert gradients(small, monkeypatch)
@@ -154,7 +165,9 @@ NAMES = ["a host tensor", "a value in a graph", "a mask in a graph"]
 
 
 @pytest.mark.parametrize("mutation", REFUSED, ids=NAMES)
-def test_what_the_device_refuses(small, monkeypatch, mutation):
+def test_what_the_device_refuses(
+    small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
+) -> None:
     """Mutations: each ends the server, as it would on a GPU."""
     mutate(monkeypatch, *mutation)
     asked = answer(small, {"one": Asked(prompt(1, 5), N)})
@@ -174,7 +187,9 @@ STALE = [
 
 
 @pytest.mark.parametrize("mutation", STALE, ids=["of a warm-up", "of the target", "of a page"])
-def test_a_schedule_of_another_forward_is_seen(small, monkeypatch, mutation):
+def test_a_schedule_of_another_forward_is_seen(
+    small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
+) -> None:
     """Mutations: attention is told to divide other work than it has."""
     asked = answer(small, {"one": Asked(prompt(1, 5), N)})
     mutate(monkeypatch, *mutation)
@@ -182,7 +197,7 @@ def test_a_schedule_of_another_forward_is_seen(small, monkeypatch, mutation):
         served(small, asked, "fa3", cuda_graph_bs=[2])
 
 
-def test_logits_of_half_precision(small):
+def test_logits_of_half_precision(small: Path) -> None:
     """They lie in SGLang's float32 buffer, in their own dtype; each draw is their argmax."""
     with engine(small, "fa3", dtype="bfloat16") as run:
         verify, seen = run.worker.verifier.verify, []

@@ -27,7 +27,7 @@ DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory) -> str:
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_draft(tmp_path_factory.mktemp("draft"), *small_draft(**DRAFT)))
 
 
@@ -53,7 +53,7 @@ class Meter:
         mark = memory.mark
 
         def counted(tensor: Tensor) -> Tensor:
-            storage = mark(tensor).untyped_storage()
+            storage: Any = mark(tensor).untyped_storage()
             if not getattr(storage, "counted", False):
                 storage.counted, size = True, storage.nbytes()
                 self.used += size
@@ -73,7 +73,7 @@ class Meter:
 
 
 @pytest.fixture
-def meter(monkeypatch) -> Meter:
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
     _ROPE_DICT.clear()  # of earlier servers of this process, not on this meter
     return Meter(monkeypatch)
 
@@ -92,7 +92,7 @@ def pool_size(pool: KVCache) -> int:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory, draft) -> dict[str, Path]:
+def pairs(tmp_path_factory: pytest.TempPathFactory, draft: str) -> dict[str, Path]:
     """A folder with weights for each kind of target, and the draft beside it."""
     folders = {kind: tmp_path_factory.mktemp("pair") for kind in PER_TOKEN}
     for kind, folder in folders.items():
@@ -103,9 +103,10 @@ def pairs(tmp_path_factory, draft) -> dict[str, Path]:
 
 def start(folder: Path, **given: Any) -> InProcess:
     """Let SGLang size the pools. Without graphs no forward runs, so no kernel is needed."""
-    given = {"dtype": "bfloat16", "disable_cuda_graph": True, "page_size": 16} | given
+    usual = {"dtype": "bfloat16", "disable_cuda_graph": True, "page_size": 16}
     room = {"max_total_tokens": None, "mem_fraction_static": FRACTION}
-    return engine(folder, None, **given | room)
+    flags: dict[str, Any] = usual | given | room
+    return engine(folder, None, **flags)
 
 
 def check_pools(run: InProcess, kind: str) -> None:
@@ -134,7 +135,7 @@ def check_pools(run: InProcess, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "page"), [("dense", 1), ("two KV pools", 1), *((kind, 16) for kind in PER_TOKEN)]
 )
-def test_both_pools_fit(meter, pairs, kind, page):
+def test_both_pools_fit(meter: Meter, pairs: dict[str, Path], kind: str, page: int) -> None:
     with start(pairs[kind], page_size=page) as run:
         check_pools(run, kind)
 
@@ -149,7 +150,15 @@ def test_both_pools_fit(meter, pairs, kind, page):
         ("dense", "hooks:_draft_bytes_per_token", "runner.dtype.itemsize", "1"),
     ],
 )
-def test_a_draft_that_is_not_counted_is_seen(meter, pairs, monkeypatch, kind, function, old, new):
+def test_a_draft_that_is_not_counted_is_seen(
+    meter: Meter,
+    pairs: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    function: str,
+    old: str,
+    new: str,
+) -> None:
     mutate(monkeypatch, function, old, new)
     with start(pairs[kind]) as run, pytest.raises(AssertionError, match="planned"):
         check_pools(run, kind)
@@ -188,7 +197,7 @@ def rope_tables(model: nn.Module) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.endswith("cos_sin_cache")]
 
 
-def test_nothing_is_held_twice(meter, pairs):
+def test_nothing_is_held_twice(meter: Meter, pairs: dict[str, Path]) -> None:
     with start(pairs["dense"]) as run:
         check_weights(run, pairs["dense"], meter.read())
 
@@ -205,7 +214,15 @@ def test_nothing_is_held_twice(meter, pairs):
         ("besides", "model.context_kv:ContextKV._stack", "self._attention[0].q_size", "0"),
     ],
 )
-def test_a_second_copy_is_seen(meter, pairs, monkeypatch, seen, function, old, new):
+def test_a_second_copy_is_seen(
+    meter: Meter,
+    pairs: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    seen: str,
+    function: str,
+    old: str,
+    new: str,
+) -> None:
     """The LM head, and the draft's query projections."""
     mutate(monkeypatch, function, old, new)
     with start(pairs["dense"]) as run, pytest.raises(AssertionError, match=seen):
@@ -231,12 +248,12 @@ def check_buffers(run: InProcess, widths: list[int]) -> None:
     assert found == buffers_size(4, widths), f"{found} of buffers"
 
 
-def test_graphs_share_buffers(meter, small):
+def test_graphs_share_buffers(meter: Meter, small: Path) -> None:
     with start(small, dtype="float32", disable_cuda_graph=False) as run:
         check_buffers(run, [BLOCK])
 
 
-def test_the_buffers_of_a_narrower_draft(meter, small, tmp_path):
+def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Path) -> None:
     """A draft that predicts from the anchor has graphs of a width of its own."""
     (tmp_path / "target").symlink_to(small / "target")
     method = {"target_layer_ids": [0, 1], "sample_from_anchor": True}
@@ -245,7 +262,9 @@ def test_the_buffers_of_a_narrower_draft(meter, small, tmp_path):
         check_buffers(run, [BLOCK + 1, BLOCK])
 
 
-def test_buffers_that_are_not_shared_are_seen(meter, small, monkeypatch):
+def test_buffers_that_are_not_shared_are_seen(
+    meter: Meter, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     narrower = "-= 1 + draft_config(server_args)"
     made_for = "draft_worker:draft_server_args"
     mutate(monkeypatch, made_for, "-= draft_config(server_args)", narrower)

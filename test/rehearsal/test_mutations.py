@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from test.checkpoints import write_draft
 from test.rehearsal.device.memory import DeviceError
-from test.rehearsal.mutation import mutate
+from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
     Asked,
     N,
@@ -51,39 +53,53 @@ CONTEXT = [
 
 
 @pytest.fixture(scope="module")
-def asked(small):
+def asked(small: Path) -> dict[str, Asked]:
     return answer(small, all_kinds())
 
 
 @pytest.mark.parametrize("mutation", TOKENS, ids=lambda mutation: mutation[2])
-def test_tokens(small, asked, monkeypatch, mutation):
+def test_tokens(
+    small: Path,
+    asked: dict[str, Asked],
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Change,
+) -> None:
     mutate(monkeypatch, *mutation)
     with pytest.raises(WRONG):
         served(small, asked, "fa3", page_size=16)
 
 
 @pytest.mark.parametrize("mutation", PLANS, ids=lambda mutation: mutation[2])
-def test_what_flashinfer_plans(small, asked, monkeypatch, mutation):
+def test_what_flashinfer_plans(
+    small: Path,
+    asked: dict[str, Asked],
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Change,
+) -> None:
     mutate(monkeypatch, *mutation)
     with pytest.raises(WRONG):
         served(small, asked, "flashinfer")
 
 
-def test_a_backend_that_is_not_told_that_a_graph_begins(small, monkeypatch):
+def test_a_backend_that_is_not_told_that_a_graph_begins(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutate(monkeypatch, "attention.fa3:begin_in_either", "if _serves_dflash():", "if False:")
     asked = answer(small, {"one": Asked(prompt(957, 20), N)})
     with pytest.raises(WRONG):
         served(small, asked, "fa3", decode_attention_backend="triton")
 
 
-def test_memory_that_a_plan_is_copied_from(small, monkeypatch):
+def test_memory_that_a_plan_is_copied_from(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, "attention.flashinfer:Plans.__call__", "not self._copied.query()", "False")
     with pytest.raises(DeviceError, match="pinned memory changed"):
         two_drafts(small)
 
 
 @pytest.mark.parametrize("mutation", CONTEXT, ids=lambda mutation: mutation[2])
-def test_what_the_draft_sees(small, monkeypatch, mutation):
+def test_what_the_draft_sees(
+    small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
+) -> None:
     """Tokens stay right; acceptance would fall."""
     mutate(monkeypatch, *mutation)
     asked = answer(small, {"one": Asked(prompt(990, 12), N)})
@@ -92,14 +108,16 @@ def test_what_the_draft_sees(small, monkeypatch, mutation):
         assert_drafts(small, reqs, drafts)
 
 
-def test_page_tables_without_room_for_a_block(small, monkeypatch):
+def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, "hooks:room_for_a_block", "+= runner", "+= 0 * runner")
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     with pytest.raises(AssertionError, match="the page table has room for 96"):
         served(small, asked, "fa3", page_size=16, context_length=96)
 
 
-def test_a_window_that_is_not_told(small, tmp_path, monkeypatch):
+def test_a_window_that_is_not_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang's Triton backend then has no list of the window's KV."""
     told = "return max(windows) - 1 if windows else None"
     function = "model.draft:DFlashDraftModel.get_attention_sliding_window_size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,12 @@ from test.worker.conftest import prompt
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
-def test_retraction(small, backend, page):
+def test_retraction(small: Path, backend: str, page: int) -> None:
     """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
     crowded(small, backend, page)
 
 
-def test_memory_that_is_not_counted(small, monkeypatch):
+def test_memory_that_is_not_counted(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: SGLang is told that the next step takes none."""
     mutate(monkeypatch, "runtime.slots:Slots.needed", "return tokens", "return 0")
     with pytest.raises(AssertionError, match="check_decode_mem promises"):
@@ -28,7 +29,7 @@ def test_memory_that_is_not_counted(small, monkeypatch):
 def crowded(small: Path, backend: str, page: int) -> None:
     options = N | {"max_new_tokens": 40}
     asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
-    flags = {
+    flags: dict[str, Any] = {
         "page_size": page,
         "max_total_tokens": 176,
         "schedule_conservativeness": 0.01,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from sglang_dflash.options import DRAFT_AHEAD
@@ -24,13 +27,20 @@ BACKENDS = ["fa3", "flashinfer", "triton"]
 
 
 @pytest.fixture(scope="module")
-def asked(small):
+def asked(small: Path) -> dict[str, Asked]:
     return answer(small, all_kinds())
 
 
 @pytest.mark.parametrize(("page", "ahead"), [(1, "on"), (16, "off")])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_kinds_of_requests(small, asked, monkeypatch, backend, page, ahead):
+def test_all_kinds_of_requests(
+    small: Path,
+    asked: dict[str, Asked],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    page: int,
+    ahead: str,
+) -> None:
     """Batches change while they are served; a prefix is cached; a stop lies inside a block."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     reqs, drafts = served(small, asked, backend, page_size=page)
@@ -40,11 +50,11 @@ def test_all_kinds_of_requests(small, asked, monkeypatch, backend, page, ahead):
     assert_drafts(small, reqs, drafts)
 
 
-SEEDED = {"enable_deterministic_inference": True, "cuda_graph_bs": [2]}
+SEEDED: dict[str, Any] = {"enable_deterministic_inference": True, "cuda_graph_bs": [2]}
 
 
 @pytest.fixture(scope="module")
-def seeded(small):
+def seeded(small: Path) -> dict[str, Asked]:
     drawn = N | {"max_new_tokens": 8, "temperature": 1.0}
     asked = {
         "plain": Asked(prompt(940, 5), drawn | {"sampling_seed": 7}),
@@ -55,31 +65,31 @@ def seeded(small):
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_seeded_draws(small, seeded, backend, page):
+def test_seeded_draws(small: Path, seeded: dict[str, Asked], backend: str, page: int) -> None:
     """The deterministic kernels of SGLang, and a draw by the seed of each request."""
     served(small, seeded, backend, page_size=page, **SEEDED)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_grammars_of_one_prefill(small, graphs):
+def test_grammars_of_one_prefill(small: Path, graphs: bool) -> None:
     """SGLang's mask takes the width of a row for its stride, and the vocabulary is padded."""
     asked = answer(small, {str(i): Asked(prompt(930 + i, 8), GRAMMAR) for i in range(3)})
     served(small, asked, "fa3", apart=0, disable_cuda_graph=not graphs)
 
 
-def test_the_context_ends_inside_a_block(small):
+def test_the_context_ends_inside_a_block(small: Path) -> None:
     """FA3's page tables hold the rows of a block behind the context."""
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     served(small, asked, "fa3", page_size=16, context_length=96)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_two_drafts_without_a_verify_between(small, graphs):
+def test_two_drafts_without_a_verify_between(small: Path, graphs: bool) -> None:
     """FlashInfer plans the second when the device may not have come to the first."""
     two_drafts(small, disable_cuda_graph=not graphs)
 
 
-def test_prefills_are_planned_by_the_device(small):
+def test_prefills_are_planned_by_the_device(small: Path) -> None:
     """SGLang computes with these lengths there, where the target has windows."""
     with engine(small, "flashinfer", cuda_graph_bs=[1]) as run:
         run.generate(prompt(958, 9), max_new_tokens=12, ignore_eos=True)
@@ -87,26 +97,35 @@ def test_prefills_are_planned_by_the_device(small):
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("fa3", "triton"), ("flashinfer", "fa3")])
-def test_two_backends(small, prefill, decode):
+def test_two_backends(small: Path, prefill: str, decode: str) -> None:
     """That of prefills verifies, the other one drafts."""
     asked = answer(small, {str(i): Asked(prompt(957 + i, 20), N) for i in range(2)})
-    backends = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    backends: dict[str, Any] = {
+        "prefill_attention_backend": prefill,
+        "decode_attention_backend": decode,
+    }
     reqs, drafts = served(small, asked, None, **backends)
     assert_drafts(small, reqs, drafts)
 
 
 @pytest.mark.parametrize("ahead", ["on", "off"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_draft_sees_a_part_of_the_context(small, monkeypatch, backend, ahead):
+def test_the_draft_sees_a_part_of_the_context(
+    small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ahead: str
+) -> None:
     """It begins at a page, so its length follows from the exact one, which FlashInfer wants."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     asked = answer(small, {"one": Asked(prompt(956, 90), N | {"max_new_tokens": 40})})
-    flags = {"speculative_draft_window_size": 24, "page_size": 16, "cuda_graph_bs": [1]}
+    flags: dict[str, Any] = {
+        "speculative_draft_window_size": 24,
+        "page_size": 16,
+        "cuda_graph_bs": [1],
+    }
     served(small, asked, backend, **flags)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_draft_with_windows(small, tmp_path, causal):
+def test_a_draft_with_windows(small: Path, tmp_path: Path, causal: bool) -> None:
     """SGLang's Triton backend lists the KV of a window, of which the draft tells it."""
     method = {"target_layer_ids": [0, 1], "causal": causal}
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
@@ -114,6 +133,6 @@ def test_a_draft_with_windows(small, tmp_path, causal):
     (tmp_path / "target").symlink_to(small / "target")
     write_draft(tmp_path / "draft", *windowed)
     asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
-    flags = {"speculative_draft_attention_backend": "triton", "cuda_graph_bs": [1]}
+    flags: dict[str, Any] = {"speculative_draft_attention_backend": "triton", "cuda_graph_bs": [1]}
     reqs, drafts = served(tmp_path, asked, "fa3", **flags)
     assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, causal)])

@@ -42,7 +42,9 @@ def watched_step(run: InProcess) -> tuple[int, int, int, list[str]]:
         *itertools.product(["triton"], ["on"], [1, 16]),
     ],
 )
-def test_the_host_waits_once(small, monkeypatch, backend, ahead, page):
+def test_the_host_waits_once(
+    small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ahead: str, page: int
+) -> None:
     """For what was committed."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     with engine(small, backend, page_size=page, cuda_graph_bs=[4]) as run:
@@ -60,7 +62,7 @@ def table() -> dict[tuple[str, int], tuple[int, ...]]:
     return {(name, int(page)): tuple(map(int, rest)) for name, page, *rest in rows}
 
 
-def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
+def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the host reads what the device has not written yet."""
     mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
     (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
@@ -79,7 +81,9 @@ def test_what_is_not_waited_for_is_not_read(small, monkeypatch):
         ("runtime.propose:Drafter.propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
     ],
 )
-def test_a_second_wait_is_seen(small, monkeypatch, where, old, new):
+def test_a_second_wait_is_seen(
+    small: Path, monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str
+) -> None:
     """Mutations: a value of the device is asked for."""
     mutate(monkeypatch, where, old, new)
     with engine(small, "fa3", cuda_graph_bs=[4]) as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,7 +128,7 @@ def graph(cuda_graph: CUDAGraph, pool: object = None, stream: object = None, **_
         cuda_graph.capture_end()
 
 
-class _Place(contextlib.nullcontext):
+class _Place(contextlib.nullcontext[None]):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
@@ -177,13 +178,15 @@ def pretend() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     _pretend_tensors()
     _pretend_nccl()
-    memory.DeviceMode().__enter__()
+    mode: Any = memory.DeviceMode
+    mode().__enter__()
 
 
 def _pretend_tensors() -> None:
     """What tensors say of where they are, and the ways to the host that no operation shows."""
     kind: Any = Tensor
-    to, tolist, numpy, tensor = kind.to, kind.tolist, kind.numpy, torch.tensor
+    to: Callable[..., Tensor] = kind.to
+    tolist, numpy, tensor = kind.tolist, kind.numpy, torch.tensor
     as_tensor, device = torch.as_tensor, kind.device
 
     def place(self: Tensor) -> torch.device:
@@ -230,7 +233,7 @@ def _pretend_tensors() -> None:
 
     def pinned(self: Tensor, *_: object) -> Tensor:
         copy = self.clone()
-        copy.untyped_storage().pinned = True
+        memory.pin(copy)
         return copy
 
     kind.pin_memory = pinned
@@ -245,7 +248,7 @@ def _pretend_tensors() -> None:
             with torch.device("cpu"):
                 result: Tensor = original(data, *args, **kwargs)
             if pin:
-                result.untyped_storage().pinned = True
+                memory.pin(result)
             return result if where is None else result.to(where)
 
         return make

@@ -54,7 +54,8 @@ class Language:
     """
 
     def __init__(self) -> None:
-        self._find, self._found = interpreter._patch_lang, []
+        self._find = interpreter._patch_lang
+        self._found: list[tuple[Any, str, Any]] = []
 
     def __call__(self, _: Any) -> Any:
         if not self._found:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,8 +59,14 @@ def on_device(tensor: Tensor) -> bool:
 
 
 def mark(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().on_device = True
+    storage: Any = tensor.untyped_storage()
+    storage.on_device = True
     return tensor
+
+
+def pin(tensor: Tensor) -> None:
+    storage: Any = tensor.untyped_storage()
+    storage.pinned = True
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -83,7 +90,7 @@ def inside() -> Iterator[None]:
 
 def caller() -> str:
     """Who asked: the innermost frame that is neither torch's nor the device's own."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path.parent != Path(__file__).parent:
@@ -123,14 +130,14 @@ class Copies:
 
     def __init__(self) -> None:
         self.made = 0
-        self._queue: list[Callable[[], None]] = []
+        self._queue: list[Callable[[], object]] = []
 
     @property
     def queued(self) -> int:
         """All that were ever asked for."""
         return self.made + len(self._queue)
 
-    def add(self, make: Callable[[], None]) -> None:
+    def add(self, make: Callable[[], object]) -> None:
         self._queue.append(make)
 
     def make(self, until: int | None = None) -> None:
@@ -182,7 +189,7 @@ def moved(tensor: Tensor, to_device: bool, dtype: torch.dtype, non_blocking: boo
     if to_device:
         mark(there)
     elif non_blocking:
-        there.untyped_storage().pinned = True  # as torch makes it
+        pin(there)  # as torch makes it
     copy_over(there, tensor, non_blocking)
     return there
 
@@ -239,7 +246,8 @@ def _is_memcpy(name: str, args: Any) -> bool:
     """Whether torch copies on the device without a kernel."""
     if name not in ("copy_", "clone"):
         return False
-    there, here = args[0], args[1 if name == "copy_" else 0]
+    there: Tensor = args[0]
+    here: Tensor = args[1 if name == "copy_" else 0]
     same = there.dtype == here.dtype and there.shape == here.shape
     return same and there.is_contiguous() and here.is_contiguous()
 
@@ -259,7 +267,7 @@ class DeviceMode(TorchDispatchMode):
             pinned = kwargs.pop("pin_memory", None)
             result = func(*args, **kwargs)
             if pinned:
-                result.untyped_storage().pinned = True
+                pin(result)
             return result
         return self._on_device(func, args, kwargs, given, here, wanted)
 
