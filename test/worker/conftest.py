@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -14,6 +14,10 @@ from sglang_dflash.runtime.verify_width import Weighed
 from test.checkpoints import VOCAB
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
+
+Request: TypeAlias = tuple[list[int], dict[str, Any]]  # prompt and options
+Alone: TypeAlias = Callable[[list[Request]], list[dict[str, Any]]]  # the fixture of that name
+Cut: TypeAlias = Callable[[InProcess], None]  # the fixtures `cuts` and `cut_apart`
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -32,7 +36,7 @@ def draft(small: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def alone(target: str) -> Callable[..., dict[str, Any]]:
+def alone(target: str) -> Alone:
     """What the target says to one request without speculation, remembered."""
     known: dict[str, dict[str, Any]] = {}
 
@@ -77,6 +81,7 @@ def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) 
     policy = engine.worker.verify_width
 
     def choose(block: DFlashBlock) -> Weighed:
+        assert block.probabilities is not None
         verified, probabilities = part(block), block.probabilities.cpu().numpy()
         return Weighed(verified, probabilities, np.array(verified.lens), policy._survival)
 
@@ -100,4 +105,5 @@ def cuts(request: pytest.FixtureRequest) -> Callable[[InProcess], None]:
     """Whole blocks, then any parts of them."""
     if request.param == "full":
         return lambda _: None
-    return request.getfixturevalue("cut_apart")
+    cut: Cut = request.getfixturevalue("cut_apart")
+    return cut
