@@ -37,7 +37,9 @@ def state(req: Req) -> tuple[Any, ...]:
 
 
 @given(SAMPLING, st.sets(TOKENS), TOKENS, st.lists(st.lists(TOKENS, min_size=1)), st.booleans())
-def test_a_row_at_once(sampling, ends, first, rows, aborted):
+def test_a_row_at_once(
+    sampling: dict[str, Any], ends: set[int], first: int, rows: list[list[int]], aborted: bool
+) -> None:
     one, other = (request(sampling, ends, first) for _ in range(2))
     for i, row in enumerate(rows):
         if one.finished():

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def changed_target(target: str, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def test_a_draft_computes_in_the_targets_dtype(target, draft, tmp_path):
+def test_a_draft_computes_in_the_targets_dtype(target: str, draft: str, tmp_path: Path) -> None:
     """A target of half precision, `--dtype auto`: the draft reads its states and embeddings."""
     half = changed_target(target, tmp_path / "half", torch_dtype="float16", dtype="float16")
     with InProcess(half, draft, dtype="auto") as engine:
@@ -41,7 +42,9 @@ def test_a_draft_computes_in_the_targets_dtype(target, draft, tmp_path):
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cuda", True), ("cpu", False)])
-def test_drafting_ahead_where_it_gains(monkeypatch, device, ahead):
+def test_drafting_ahead_where_it_gains(
+    monkeypatch: pytest.MonkeyPatch, device: str, ahead: bool
+) -> None:
     monkeypatch.delenv(DRAFT_AHEAD, raising=False)
     args = SimpleNamespace(device=device, speculative_num_draft_tokens=8)
     assert Options.read(args).draft_ahead is ahead
@@ -52,7 +55,7 @@ def model_config(target: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
-def test_kv_in_fp8_by_checkpoint(target, draft, tmp_path, place):
+def test_kv_in_fp8_by_checkpoint(target: str, draft: str, tmp_path: Path, place: str) -> None:
     """ModelOpt's way to ask for it; SGLang then sets the flag that we refuse, after we looked."""
     if place == "config.json":
         scheme = {"type": "float", "num_bits": 8}
@@ -66,7 +69,7 @@ def test_kv_in_fp8_by_checkpoint(target, draft, tmp_path, place):
         arguments(folder, draft)
 
 
-def test_targets_with_windows_are_known(tmp_path):
+def test_targets_with_windows_are_known(tmp_path: Path) -> None:
     """Of them SGLang's flashinfer backend cannot verify a block."""
     sizes = SIZES | {"query_pre_attn_scalar": 32, "sliding_window": 32}
     config = transformers.Gemma3TextConfig(**sizes)
@@ -78,9 +81,9 @@ def test_targets_with_windows_are_known(tmp_path):
 
 
 @pytest.mark.parametrize("mla", [True, False])
-def test_attention_in_a_latent_space_has_no_schedule(mla):
+def test_attention_in_a_latent_space_has_no_schedule(mla: bool) -> None:
     """SGLang's call for it, word for word, has a second query and names no window."""
-    lens = torch.zeros(1, dtype=torch.int32)
+    lens: Any = torch.zeros(1, dtype=torch.int32)
     lens.dflash_schedules = {}
     names = "q k_cache v_cache page_table cu_seqlens_q max_seqlen_q softmax_scale causal softcap"
     given = dict.fromkeys(names.split()) | {"cache_seqlens": lens, "num_splits": 0}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
@@ -12,7 +15,7 @@ from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_d
 from test.forced import Recorder, put_drafter
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block, features
-from test.worker.conftest import force, prompt
+from test.worker.conftest import Alone, force, prompt
 
 
 def record(engine: InProcess) -> Recorder:
@@ -25,7 +28,7 @@ def trace(engine: InProcess, ids: list[int], new_tokens: int) -> list[tuple[list
     """For every step of a request: its output so far, and the block drafted behind it."""
     recorder = record(engine)
     req = engine.add(ids, max_new_tokens=new_tokens, ignore_eos=True)
-    steps = []
+    steps: list[tuple[list[int], list[int]]] = []
     while not req.finished():
         output = list(req.output_ids)
         engine.step()
@@ -44,12 +47,14 @@ def draft_kv(engine: InProcess, row: int, length: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def model(target):
+def model(target: str) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("flags", [{}, {"page_size": 16}], ids=str)
-def test_drafts_equal_plain_pytorch(target, draft, model, flags):
+def test_drafts_equal_plain_pytorch(
+    target: str, draft: str, model: Qwen3ForCausalLM, flags: dict[str, Any]
+) -> None:
     """Draft tokens, step by step over 60 tokens, equal those of an independent implementation."""
     config = draft_config()
     weights = draft_weights(config)
@@ -61,16 +66,18 @@ def test_drafts_equal_plain_pytorch(target, draft, model, flags):
         assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output)
 
 
-def test_features_are_hidden_states(target, draft, model):
+def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCausalLM) -> None:
     """B4: captured features are Transformers' hidden_states[k + 1]; its neighbours are not."""
     ids = prompt(6, 40)
     with InProcess(target, draft) as engine:
-        captured = []
+        captured: list[torch.Tensor] = []
         write = engine.worker.context_kv.write
-        engine.worker.context_kv.write = lambda h, *rest: (
-            captured.append(h.clone()),
-            write(h, *rest),
-        )
+
+        def watched(states: torch.Tensor, *rest: torch.Tensor) -> None:
+            captured.append(states.clone())
+            write(states, *rest)
+
+        engine.worker.context_kv.write = watched
         engine.generate(ids, max_new_tokens=1)
     layers = draft_config()["dflash_config"]["target_layer_ids"]
     torch.testing.assert_close(
@@ -81,7 +88,7 @@ def test_features_are_hidden_states(target, draft, model):
         assert (captured[0] - neighbour).abs().max() > 1e-2
 
 
-def test_last_layer_is_a_target_layer(target, model, tmp_path):
+def test_last_layer_is_a_target_layer(target: str, model: Qwen3ForCausalLM, tmp_path: Path) -> None:
     """B5: layer L-1 works, alone and with others; it is Transformers' hidden_states[L]."""
     ids = prompt(7, 20)
     for layers in ([0, 3], [3]):
@@ -95,7 +102,7 @@ def test_last_layer_is_a_target_layer(target, model, tmp_path):
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])
-def test_prefix_hit_keeps_the_trace(target, draft, page):
+def test_prefix_hit_keeps_the_trace(target: str, draft: str, page: int) -> None:
     """B1: the same prompt again, a longer one, and one that ends inside a page draft the same."""
     ids = prompt(8, 37)
     variants = [ids, ids + prompt(9, 10), ids[:30], ids[:18] + prompt(10, 9)]
@@ -118,7 +125,7 @@ def test_prefix_hit_keeps_the_trace(target, draft, page):
             assert warm[:2] == cold[:2]
 
 
-def test_cached_tokens_equal_target(target, draft):
+def test_cached_tokens_equal_target(target: str, draft: str) -> None:
     """B3: a prefix hit is as long as without speculation."""
 
     def cached(engine: InProcess) -> list[int]:
@@ -137,7 +144,7 @@ def test_cached_tokens_equal_target(target, draft):
             assert cached(engine) == expected
 
 
-def test_shared_prefix_is_never_written(target, draft):
+def test_shared_prefix_is_never_written(target: str, draft: str) -> None:
     """B2: requests that share a cached prefix leave its draft KV as it is."""
     shared = prompt(13, 32)
     with InProcess(target, draft) as engine:
@@ -154,7 +161,7 @@ def test_shared_prefix_is_never_written(target, draft):
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_chunked_prefill_gives_the_same_draft_kv(target, draft, page):
+def test_chunked_prefill_gives_the_same_draft_kv(target: str, draft: str, page: int) -> None:
     """B7: chunks of one, page-1, page and page+1 tokens (page-aligned where SGLang demands it)."""
     ids = prompt(14, 21)
     kv = {}
@@ -171,7 +178,7 @@ def test_chunked_prefill_gives_the_same_draft_kv(target, draft, page):
         torch.testing.assert_close(kv[chunk], kv[-1], atol=1e-4, rtol=0)
 
 
-def test_drafts_are_argmax_and_repeat(target, draft):
+def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
     """B22: the same state drafts the same block, sampled request or not."""
     with InProcess(target, draft) as engine:
         recorder = record(engine)
@@ -184,7 +191,7 @@ def test_drafts_are_argmax_and_repeat(target, draft):
         assert len(greedy) == BLOCK
 
 
-def test_padded_rows_are_never_drafted(tmp_path):
+def test_padded_rows_are_never_drafted(tmp_path: Path) -> None:
     """B16: rows that pad the vocabulary hold huge values and lose all the same."""
     target = write_target(tmp_path / "target", vocab_size=150)
     config = draft_config(vocab_size=150, dflash_config={"mask_token_id": 149})
@@ -200,7 +207,7 @@ def test_padded_rows_are_never_drafted(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_head(tmp_path, tied):
+def test_tied_head(tmp_path: Path, tied: bool) -> None:
     """B17: the draft reads the head that the target has, tied to its embedding or not."""
     target = write_target(tmp_path / "target", tie_word_embeddings=tied)
     config = draft_config()
@@ -215,10 +222,14 @@ def test_tied_head(tmp_path, tied):
     assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output[:1])
 
 
-def test_generated_mask_token_survives(target, draft, alone):
+def test_generated_mask_token_survives(target: str, draft: str, alone: Alone) -> None:
     """B20: a token equal to mask_token_id is output like any other."""
     mask = draft_config()["dflash_config"]["mask_token_id"]
-    options = {"max_new_tokens": 12, "logit_bias": {str(mask): 100.0}, "ignore_eos": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "logit_bias": {str(mask): 100.0},
+        "ignore_eos": True,
+    }
     [expected] = alone([(prompt(18, 9), options)])
     assert expected["ids"] == [mask] * 12
     with InProcess(target, draft) as engine:
@@ -230,7 +241,7 @@ def test_generated_mask_token_survives(target, draft, alone):
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_draft_window(target, draft, model, page):
+def test_draft_window(target: str, draft: str, model: Qwen3ForCausalLM, page: int) -> None:
     """--speculative-draft-window-size: the draft sees the last tokens only, the output is exact."""
     config = draft_config()
     weights = draft_weights(config)
@@ -252,11 +263,13 @@ def test_draft_window(target, draft, model, page):
     )
 
 
-def test_first_tokens_leave_before_the_context_kv(target, draft, monkeypatch):
+def test_first_tokens_leave_before_the_context_kv(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host waits for their copy, which a GPU makes in the order of the queue."""
     order = []
 
-    def copied(tensor):
+    def copied(tensor: torch.Tensor) -> HostCopy:
         order.append("first tokens")
         return HostCopy(tensor)
 
@@ -264,7 +277,7 @@ def test_first_tokens_leave_before_the_context_kv(target, draft, monkeypatch):
     with InProcess(target, draft) as engine:
         write = engine.worker.context_kv.write
 
-        def written(*given):
+        def written(*given: torch.Tensor) -> None:
             order.append("context KV")
             write(*given)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import pytest
 
 from test.checkpoints import word
+from test.forced import Forced
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import Alone, Request, facts, force, prompt
 
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
 
 
-def requests(count: int, longest: int = 70) -> list[tuple[list[int], dict]]:
+def requests(count: int, longest: int = 70) -> list[Request]:
     rng = random.Random(7)
     return [
         (
@@ -38,7 +41,9 @@ def requests(count: int, longest: int = 70) -> list[tuple[list[int], dict]]:
     ids=str,
 )
 @pytest.mark.parametrize("accepting", ["none", "all", "random"])
-def test_equals_target(target, draft, alone, flags, accepting):
+def test_equals_target(
+    target: str, draft: str, alone: Alone, flags: dict[str, Any], accepting: str
+) -> None:
     """A6, A8, B6, B8, B23: many at once; the strict memory check runs after every step."""
     asked = requests(12)
     expected = alone(asked)
@@ -77,22 +82,26 @@ def test_equals_target(target, draft, alone, flags, accepting):
 
 WAYS = ("length", "eos", "stop_token", "stop_string", "stop_regex")
 PROMPT = prompt(101, 20)
+# By way and offset: options and facts.
+Cases: TypeAlias = dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]
+Finish: TypeAlias = tuple[InProcess, Forced, list[int], Cases]
 
 
-def finishing(way: str, token: int, cut: int) -> dict:
+def finishing(way: str, token: int, cut: int) -> dict[str, Any]:
     """Options under which the request ends at its output token number `cut`."""
     text = word(token)
-    return {
+    ways: dict[str, dict[str, Any]] = {
         "length": {"max_new_tokens": cut + 1, "ignore_eos": True},
         "eos": {"max_new_tokens": 40, "eos": token},
         "stop_token": {"max_new_tokens": 40, "stop_token_ids": [token]},
         "stop_string": {"max_new_tokens": 40, "stop": [text]},
         "stop_regex": {"max_new_tokens": 40, "stop_regex": [text]},
-    }[way] | {"return_logprob": True}
+    }
+    return ways[way] | {"return_logprob": True}
 
 
 @pytest.fixture(scope="module")
-def finish(target, draft, alone):
+def finish(target: str, draft: str, alone: Alone) -> Iterator[Finish]:
     """The engine with all drafts right, and for each (way, offset) options and expected facts."""
     [full] = alone([(PROMPT, LONG)])
     cases = {
@@ -113,7 +122,7 @@ def finish(target, draft, alone):
 
 @pytest.mark.parametrize("offset", range(9))
 @pytest.mark.parametrize("way", WAYS)
-def test_finish_at_every_offset(finish, way, offset):
+def test_finish_at_every_offset(finish: Finish, way: str, offset: int) -> None:
     """B21, A4: finishing inside a block gives the text, reason and counts of one-token decoding."""
     engine, forced, truth, cases = finish
     options, expected = cases[way, offset]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -11,7 +12,7 @@ from sglang_dflash.runtime.verify_width import FixedWidth
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force
+from test.worker.conftest import Cut, facts, force
 
 SCHEMA = {
     "type": "object",
@@ -24,7 +25,7 @@ TAG = {
     "structures": [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}],
     "triggers": ["<n>"],
 }
-GRAMMARS = {
+GRAMMARS: dict[str, dict[str, Any]] = {
     "json": {"json_schema": json.dumps(SCHEMA)},
     "regex": {"regex": r"(yes|no)[0-9]{3}"},
     "forced run": {"regex": r"The answer is the number one hundred and twenty-[a-z]{3,5}\."},
@@ -33,10 +34,12 @@ GRAMMARS = {
     "with eos ignored": {"regex": r"[0-9]{5}", "ignore_eos": True},
     "none": {},
 }
+# By grammar: prompt, options and facts.
+Answered: TypeAlias = dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict:
+def asked() -> Answered:
     with InProcess(str(TARGET), disable_radix_cache=True) as engine:
         tokenizer = engine.scheduler.tokenizer
         found = {}
@@ -52,7 +55,7 @@ def asked() -> dict:
 
 
 @pytest.mark.parametrize("accepting", ["real", "none", "all", "random"])
-def test_all_grammars_in_one_batch(asked, accepting, cuts):
+def test_all_grammars_in_one_batch(asked: Answered, accepting: str, cuts: Cut) -> None:
     """Several grammars and none together; each answer is the one it has alone."""
     rng = random.Random(2)
     with InProcess(str(TARGET), str(DRAFT)) as engine:
@@ -78,7 +81,7 @@ def test_all_grammars_in_one_batch(asked, accepting, cuts):
             assert reqs["forced run"].spec_verify_ct <= 4
 
 
-def test_grammar_ends_in_mid_block(asked):
+def test_grammar_ends_in_mid_block(asked: Answered) -> None:
     """A grammar that is complete inside a block ends the request there, as without drafts."""
     ids, options, expected = asked["regex"]
     with InProcess(str(TARGET), str(DRAFT)) as engine:

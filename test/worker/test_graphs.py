@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.utils import MultiprocessingSerializer
 
 from sglang_dflash.cpu.graphs import MOST_TOKENS, CpuGraphs, forget
@@ -22,13 +24,13 @@ from test.worker.conftest import without_graphs
 
 
 @pytest.fixture(scope="module")
-def engine(target, draft):
+def engine(target: str, draft: str) -> Iterator[InProcess]:
     with InProcess(target, draft) as engine:
         yield engine
 
 
 @pytest.fixture(params=["target", "draft"])
-def runner(engine, request):
+def runner(engine: InProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The model runner of either, whose modules a test may change."""
     worker = engine.worker
     runner = worker.model_runner if request.param == "target" else worker.draft_model_runner
@@ -39,7 +41,7 @@ def runner(engine, request):
     without_graphs(engine)
 
 
-def graphs_of(runner) -> CpuGraphs:
+def graphs_of(runner: Any) -> CpuGraphs:
     """Fresh graphs of blocks whose hidden states are wanted, as the worker asks of the target."""
     graphs = CpuGraphs(runner)
     if not runner.is_draft_worker:
@@ -47,7 +49,7 @@ def graphs_of(runner) -> CpuGraphs:
     return graphs
 
 
-def random_batch(runner, widths: list[int], seed: int):
+def random_batch(runner: Any, widths: list[int], seed: int) -> ForwardBatch:
     """A block of random tokens a request, behind contexts of any length and place."""
     rng, most = random.Random(seed), max(widths)
     lens_cpu = torch.tensor([rng.randrange(1, 40) for _ in widths])
@@ -66,13 +68,13 @@ def random_batch(runner, widths: list[int], seed: int):
 
 
 @torch.inference_mode()
-def outputs(runner, batch, graphs) -> dict[str, torch.Tensor]:
+def outputs(runner: Any, batch: ForwardBatch, graphs: CpuGraphs | None) -> dict[str, torch.Tensor]:
     runner.piecewise_cuda_graph_runner = graphs
     found = vars(runner.forward(batch).logits_output)
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_same(runner, graphs, widths, seed) -> None:
+def assert_same(runner: Any, graphs: CpuGraphs, widths: list[int], seed: int) -> None:
     expected = outputs(runner, random_batch(runner, widths, seed), None)
     found = outputs(runner, random_batch(runner, widths, seed), graphs)
     assert "hidden_states" in expected
@@ -81,7 +83,7 @@ def assert_same(runner, graphs, widths, seed) -> None:
         assert torch.equal(tensor, found[name]), name
 
 
-def test_the_same_bits(runner):
+def test_the_same_bits(runner: Any) -> None:
     """By whole blocks and cut ones, of any number of requests, each kind captured once."""
     graphs = runner.piecewise_cuda_graph_runner
     kinds = [[1], [8], [3], [1, 2], [4, 4], [8, 1, 3], [2, 2, 2, 2]]
@@ -90,7 +92,7 @@ def test_the_same_bits(runner):
     assert len(graphs._graphs) == len({sum(widths) for widths in kinds})
 
 
-def test_many_tokens_run_in_modules(runner):
+def test_many_tokens_run_in_modules(runner: Any) -> None:
     graphs = runner.piecewise_cuda_graph_runner
     batch = random_batch(runner, [8] * (MOST_TOKENS // 8) + [1], 0)
     assert not graphs.can_run(batch)
@@ -98,7 +100,7 @@ def test_many_tokens_run_in_modules(runner):
     assert graphs.can_run(batch)
 
 
-def test_only_blocks_are_captured(engine, runner):
+def test_only_blocks_are_captured(engine: InProcess, runner: Any) -> None:
     graphs = runner.piecewise_cuda_graph_runner
     before = dict(graphs._graphs)
     engine.generate(list(range(5, 25)), max_new_tokens=1)  # a prefill, and nothing else
@@ -132,12 +134,17 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
         (lambda hidden, batch: unseen(hidden) * 0, "its replay gave other"),
     ],
 )
-def test_what_a_replay_could_not_repeat_is_not_captured(runner, caplog, adds, reason):
+def test_what_a_replay_could_not_repeat_is_not_captured(
+    runner: Any,
+    caplog: pytest.LogCaptureFixture,
+    adds: Callable[[torch.Tensor, Any], Any],
+    reason: str,
+) -> None:
     """The forward runs in its modules, and one line says why."""
     caplog.set_level(logging.INFO, logger="sglang_dflash")
     forward = runner.model.forward
 
-    def changed(input_ids, positions, batch, **others):
+    def changed(input_ids: Any, positions: Any, batch: Any, **others: Any) -> Any:
         output = forward(input_ids, positions, batch, **others)
         output.hidden_states = output.hidden_states + adds(output.hidden_states, batch)
         return output
@@ -152,13 +159,13 @@ def test_what_a_replay_could_not_repeat_is_not_captured(runner, caplog, adds, re
     assert reason in said
 
 
-ELSEWHERE = torch.ones(())
+ELSEWHERE: torch.Tensor = torch.ones(())
 
 
-def test_an_output_of_more_fields_is_not_captured(runner):
+def test_an_output_of_more_fields_is_not_captured(runner: Any) -> None:
     forward = runner.model.forward
 
-    def more(*args, **kwargs):
+    def more(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         output.more = 1
         return output
@@ -170,7 +177,9 @@ def test_an_output_of_more_fields_is_not_captured(runner):
     assert not runner.piecewise_cuda_graph_runner._graphs
 
 
-def test_a_batch_in_disguise_is_not_captured(engine, runner, caplog):
+def test_a_batch_in_disguise_is_not_captured(
+    engine: InProcess, runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A copy of the batch that the model makes for itself would be of the captured one for ever."""
     caplog.set_level(logging.INFO, logger="sglang_dflash")
     forward = runner.model.forward
@@ -183,7 +192,7 @@ def test_a_batch_in_disguise_is_not_captured(engine, runner, caplog):
     assert "ForwardBatch" in said
 
 
-def test_a_hooked_model_is_not_captured(engine, runner):
+def test_a_hooked_model_is_not_captured(engine: InProcess, runner: Any) -> None:
     """Nor one that runs modules of the hooked model."""
     target = engine.worker.model_runner
     for model in {runner.model, target.model}:
@@ -194,10 +203,10 @@ def test_a_hooked_model_is_not_captured(engine, runner):
             hook.remove()
 
 
-def test_a_failing_forward_fails_as_it_does(runner):
+def test_a_failing_forward_fails_as_it_does(runner: Any) -> None:
     """An error is the forward's own, not one of its capture."""
 
-    def fails(*_, **__):
+    def fails(*_: object, **__: object) -> None:
         raise RuntimeError("of the model")
 
     runner.model.forward = fails
@@ -205,7 +214,7 @@ def test_a_failing_forward_fails_as_it_does(runner):
         outputs(runner, random_batch(runner, [4], 0), runner.piecewise_cuda_graph_runner)
 
 
-def test_new_weights_drop_the_graphs(engine):
+def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
     """The draft's, too: it runs the target's embedding and LM head."""
     target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
     both = {}
@@ -229,7 +238,7 @@ def test_new_weights_drop_the_graphs(engine):
     without_graphs(engine)
 
 
-def test_replaced_weights(runner):
+def test_replaced_weights(runner: Any) -> None:
     """As a loader may do: other tensors in the place of the old."""
     graphs = runner.piecewise_cuda_graph_runner
     assert_same(runner, graphs, [4], 0)

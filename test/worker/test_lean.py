@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ def modules(target: str, draft: str) -> list[nn.Module]:
         return [module for runner in runners for module in runner.model.modules()]
 
 
-def lean(modules: list[nn.Module], kind: type[nn.Module]) -> list[nn.Module]:
-    found = [module for module in modules if isinstance(module, kind)]
+def lean(modules: list[nn.Module], kind: type[nn.Module]) -> list[Any]:
+    found: list[Any] = [module for module in modules if isinstance(module, kind)]
     assert len(found) >= 2
     assert all(isinstance(module._forward_method, partial) for module in found)
     return found
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, RotaryEmbedding])
-def test_called_as_sglangs_own_are(modules, kind):
+def test_called_as_sglangs_own_are(modules: list[nn.Module], kind: type[nn.Module]) -> None:
     """Models give arguments by name."""
     module = lean(modules, kind)[0]
     own, ours = (signature(f) for f in (module.forward_native, module._forward_method))
@@ -41,7 +42,7 @@ def test_called_as_sglangs_own_are(modules, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 70])
 @pytest.mark.parametrize("residual", [False, True])
-def test_norm(modules, dtype, rows, residual):
+def test_norm(modules: list[nn.Module], dtype: torch.dtype, rows: int, residual: bool) -> None:
     for norm in lean(modules, RMSNorm):
         given = [torch.randn(rows, norm.hidden_size).to(dtype) for _ in range(1 + residual)]
         wide = torch.randn(rows, 3 * norm.hidden_size).to(dtype)[:, norm.hidden_size :]
@@ -55,7 +56,7 @@ def test_norm(modules, dtype, rows, residual):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_rope(modules, dtype, rows):
+def test_rope(modules: list[nn.Module], dtype: torch.dtype, rows: int) -> None:
     for rope in lean(modules, RotaryEmbedding):
         positions = torch.randint(0, len(rope.cos_sin_cache), (rows,))
         fused = torch.randn(rows, 6 * rope.head_size).to(dtype)
@@ -80,7 +81,13 @@ def test_rope(modules, dtype, rows):
         (RotaryEmbedding, "_apply_rotary_emb_wrapped", torch.compile),
     ],
 )
-def test_what_is_special_stays(modules, monkeypatch, kind, field, value):
+def test_what_is_special_stays(
+    modules: list[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[nn.Module],
+    field: str,
+    value: object,
+) -> None:
     module = lean(modules, kind)[0]
     monkeypatch.setattr(module, "_forward_method", module.forward_native)
     make_lean(module)

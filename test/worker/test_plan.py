@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.inprocess import InProcess
-from test.worker.conftest import prompt
+from test.worker.conftest import Alone, prompt
 
 
 class Graphs:
@@ -31,12 +32,12 @@ REQUESTS = [
 
 
 @pytest.fixture
-def expected(alone):
+def expected(alone: Alone) -> list[list[int]]:
     return [answer["ids"] for answer in alone(REQUESTS)]
 
 
 @pytest.fixture
-def engine(target, draft, monkeypatch):
+def engine(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
     monkeypatch.setenv(DRAFT_AHEAD, "on")
     monkeypatch.setenv(VERIFY_WIDTH, "full")
     # The modules run the planned forward here, and plan their attention for it themselves.
@@ -46,7 +47,7 @@ def engine(target, draft, monkeypatch):
         yield engine
 
 
-def watched(engine: InProcess, monkeypatch) -> list[tuple[bool, int]]:
+def watched(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of every verify: whether it was planned, and its requests."""
     seen: list[tuple[bool, int]] = []
     verifier, target = engine.worker.verifier, engine.worker.target_worker
@@ -66,7 +67,9 @@ def watched(engine: InProcess, monkeypatch) -> list[tuple[bool, int]]:
     return seen
 
 
-def test_planned_steps_give_the_same_tokens(expected, engine, monkeypatch):
+def test_planned_steps_give_the_same_tokens(
+    expected: list[list[int]], engine: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests join and end in different steps: what was planned for others is not used."""
     seen = watched(engine, monkeypatch)
     reqs = []
@@ -84,7 +87,7 @@ def test_planned_steps_give_the_same_tokens(expected, engine, monkeypatch):
     assert sum(planned for planned, _ in seen) > len(seen) / 2
 
 
-def test_a_prefill_forgets_the_plan(engine):
+def test_a_prefill_forgets_the_plan(engine: InProcess) -> None:
     """Its draft writes the buffers that the plan lies in."""
     engine.add(prompt(1, 12), max_new_tokens=40, ignore_eos=True)
     for _ in range(3):

@@ -6,6 +6,9 @@ makes of it, here int8 rows with a scale for each of q, k and v, so it must run 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
@@ -29,7 +32,7 @@ class ScaledRows(LinearMethodBase):
         return F.linear(x, dequantised(layer), bias)
 
 
-def quantise(layer: nn.Module) -> None:
+def quantise(layer: Any) -> None:
     """Store a QKV projection as int8; q, k and v get scales of their own."""
     parts = layer.weight.data.split(layer.output_partition_sizes)
     scales = [
@@ -45,12 +48,13 @@ def quantise(layer: nn.Module) -> None:
     layer.quant_method = ScaledRows()
 
 
-def dequantised(layer: nn.Module) -> Tensor:
-    return layer.weight.float() * layer.scales[:, None]
+def dequantised(layer: Any) -> Tensor:
+    weight: Tensor = layer.weight.float() * layer.scales[:, None]
+    return weight
 
 
 @pytest.fixture
-def engine(target, draft):
+def engine(target: str, draft: str) -> Iterator[InProcess]:
     with InProcess(target, draft) as engine:
         yield engine
 
@@ -66,7 +70,7 @@ def context_kv(engine: InProcess, features: Tensor, slots: Tensor) -> tuple[Cont
 
 
 @torch.inference_mode()
-def test_context_kv_of_quantised_projections(engine):
+def test_context_kv_of_quantised_projections(engine: InProcess) -> None:
     features = torch.randn(11, 2 * HIDDEN, generator=torch.Generator().manual_seed(1))
     slots = torch.arange(5, 16)
     stacked, before = context_kv(engine, features, slots)

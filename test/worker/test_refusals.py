@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.server_args import ServerArgs
@@ -17,7 +18,7 @@ from test.checkpoints import draft_config, draft_weights, write_draft
 
 assert inprocess
 
-FLAGS = {
+FLAGS: dict[str, Any] = {
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 4,
     "speculative_accept_threshold_single": 0.9,
@@ -42,7 +43,7 @@ FLAGS = {
 }
 
 
-def arguments(target: str, draft: str | None, **changes) -> ServerArgs:
+def arguments(target: str, draft: str | None, **changes: Any) -> ServerArgs:
     return ServerArgs(
         model_path=target,
         speculative_algorithm="DFLASH",
@@ -52,7 +53,7 @@ def arguments(target: str, draft: str | None, **changes) -> ServerArgs:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flags(target, draft, flag):
+def test_flags(target: str, draft: str, flag: str) -> None:
     """Each names the flag, or the value that is wrong, and what to do."""
     changes = {flag: FLAGS[flag]}
     if flag == "enable_dp_attention":
@@ -65,24 +66,26 @@ def test_flags(target, draft, flag):
     assert "\n" not in message
 
 
-def test_aliases_that_differ(target, draft):
+def test_aliases_that_differ(target: str, draft: str) -> None:
     with pytest.raises(Refusal, match="aliases"):
         arguments(target, draft, speculative_num_draft_tokens=4, speculative_dflash_block_size=5)
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
 @pytest.mark.parametrize("flag", ["speculative_dflash_block_size", "speculative_num_draft_tokens"])
-def test_block_size_flags_are_honoured(target, draft, size, flag, caplog):
+def test_block_size_flags_are_honoured(
+    target: str, draft: str, size: int, flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Fewer masks than the trained 8 can cost acceptance, so that is said."""
     assert arguments(target, draft, **{flag: size}).speculative_num_draft_tokens == size
     assert ("trained with 8" in caplog.text) == (size < 8)
 
 
-def test_block_size_comes_from_the_draft(target, draft):
+def test_block_size_comes_from_the_draft(target: str, draft: str) -> None:
     assert arguments(target, draft).speculative_num_draft_tokens == 8
 
 
-MISFITS = {
+MISFITS: dict[str, dict[str, Any]] = {
     "hidden size": {"hidden_size": 128},
     "layers": {"num_target_layers": 9},
     "target_layer_ids": {"num_target_layers": None, "dflash_config": {"target_layer_ids": [1, 7]}},
@@ -93,7 +96,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("words", MISFITS)
-def test_misfits(target, tmp_path, words):
+def test_misfits(target: str, tmp_path: Path, words: str) -> None:
     config = draft_config()
     weights = draft_weights(config)
     changed = draft_config(**MISFITS[words])
@@ -103,7 +106,7 @@ def test_misfits(target, tmp_path, words):
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
-def test_weights_are_strict(target, tmp_path, change):
+def test_weights_are_strict(target: str, tmp_path: Path, change: str) -> None:
     config = draft_config()
     weights = draft_weights(config)
     if change == "missing":
@@ -115,7 +118,7 @@ def test_weights_are_strict(target, tmp_path, change):
         arguments(target, str(path))
 
 
-def test_weights_are_finite(target, tmp_path):
+def test_weights_are_finite(target: str, tmp_path: Path) -> None:
     config = draft_config()
     weights = draft_weights(config)
     weights["layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
@@ -124,14 +127,14 @@ def test_weights_are_finite(target, tmp_path):
         arguments(target, str(path))
 
 
-def test_quantised_drafts_are_refused_on_cpu(target, tmp_path):
+def test_quantised_drafts_are_refused_on_cpu(target: str, tmp_path: Path) -> None:
     config = draft_config(quantization_config={"quant_method": "fp8"})
     path = write_draft(tmp_path, config, draft_weights(config))
     with pytest.raises(Refusal, match="fp8"):
         arguments(target, str(path))
 
 
-def test_a_block_that_does_not_fit_the_window(target, tmp_path):
+def test_a_block_that_does_not_fit_the_window(target: str, tmp_path: Path) -> None:
     config = draft_config(layer_types=["sliding_attention"] * 2, sliding_window=6)
     path = write_draft(tmp_path, config, draft_weights(config))
     with pytest.raises(Refusal, match="window of 6"):
@@ -139,7 +142,7 @@ def test_a_block_that_does_not_fit_the_window(target, tmp_path):
     assert arguments(target, str(path), speculative_dflash_block_size=6)
 
 
-def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess:
+def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *flags, "--port", "1"],
         capture_output=True,
@@ -149,7 +152,7 @@ def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def refused(result: subprocess.CompletedProcess) -> str:
+def refused(result: subprocess.CompletedProcess[str]) -> str:
     """The one paragraph."""
     assert result.returncode == 1
     if "Failed to apply hooks" not in result.stderr:  # SGLang logs a trace of its own there
@@ -159,19 +162,19 @@ def refused(result: subprocess.CompletedProcess) -> str:
     return line
 
 
-def test_command_line_no_draft(target):
+def test_command_line_no_draft(target: str) -> None:
     line = refused(launch("--model-path", target, "--speculative-algorithm", "DFLASH"))
     assert "--speculative-draft-model-path" in line
 
 
-def test_command_line_unreadable_config(target, tmp_path):
+def test_command_line_unreadable_config(target: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
     line = refused(launch(*flags, "--speculative-draft-model-path", str(tmp_path)))
     assert "config.json cannot be read as JSON" in line
 
 
-def test_half_of_the_plugin_is_refused(target, draft):
+def test_half_of_the_plugin_is_refused(target: str, draft: str) -> None:
     """Without its CPU half the plugin does not serve here, and the built-in does not run for it."""
     flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
     flags += ["--speculative-draft-model-path", draft, "--device", "cpu"]
@@ -193,7 +196,7 @@ m.version = lambda name: "0.5.14" if name == "sglang" else real(name)
 
 
 @pytest.mark.parametrize("how", SABOTAGE)
-def test_incomplete_hooks_are_refused(target, draft, how):
+def test_incomplete_hooks_are_refused(target: str, draft: str, how: str) -> None:
     """Only DFLASH is refused: a server without it starts its arguments as ever."""
     code = f"""
 import os
@@ -214,7 +217,7 @@ ServerArgs(model_path={target!r}, speculative_algorithm="dflash",
     assert "cannot serve DFLASH" in refused(result)
 
 
-def test_unsupported_target_class(draft, tmp_path):
+def test_unsupported_target_class(draft: str, tmp_path: Path) -> None:
     """A target class that hands out no hidden states is named."""
     config = json.loads((Path(draft).parent / "target" / "config.json").read_text())
     config |= {

@@ -67,7 +67,7 @@ def save(folder: Path, architecture: str, config: Any) -> str:
 
 @pytest.mark.parametrize("radix", [True, False], ids=["radix cache", "no radix cache"])
 @pytest.mark.parametrize("architecture", RECURRENT)
-def test_recurrent_state(draft, tmp_path, architecture, radix):
+def test_recurrent_state(draft: str, tmp_path: Path, architecture: str, radix: bool) -> None:
     """B10: refused either way; under the radix cache SGLang's own condition is named, too."""
     target = save(tmp_path, architecture, RECURRENT[architecture]())
     with pytest.raises(Refusal, match="recurrent state") as caught:
@@ -75,14 +75,14 @@ def test_recurrent_state(draft, tmp_path, architecture, radix):
     assert ("--disable-radix-cache" in str(caught.value)) == radix
 
 
-def test_a_hybrid_without_state_is_not_called_recurrent(draft, tmp_path):
+def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Path) -> None:
     """Granite 4's class, attention layers only: refused for what it lacks."""
     config = configs.GraniteMoeHybridConfig(**SIZES, **MAMBA, layer_types=["attention"] * LAYERS)
     with pytest.raises(Refusal, match="returns no hidden states"):
         arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
 
 
-def test_latent_attention_on_a_cpu(draft, tmp_path):
+def test_latent_attention_on_a_cpu(draft: str, tmp_path: Path) -> None:
     sizes = SIZES | LATENT | {"num_key_value_heads": 4, "head_dim": 48}
     target = save(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
     with pytest.raises(Refusal, match="MLA"):
@@ -97,7 +97,7 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize("method", QUANTISED)
-def test_quantised_targets_on_a_cpu(target, draft, tmp_path, method):
+def test_quantised_targets_on_a_cpu(target: str, draft: str, tmp_path: Path, method: str) -> None:
     config = json.loads((Path(target) / "config.json").read_text())
     config["quantization_config"] = QUANTISED[method]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -106,7 +106,7 @@ def test_quantised_targets_on_a_cpu(target, draft, tmp_path, method):
 
 
 @pytest.mark.parametrize("method", QUANTISED)
-def test_quantised_drafts_on_a_cpu(target, draft, tmp_path, method):
+def test_quantised_drafts_on_a_cpu(target: str, draft: str, tmp_path: Path, method: str) -> None:
     config = json.loads((Path(draft) / "config.json").read_text())
     config["quantization_config"] = QUANTISED[method]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -115,6 +115,6 @@ def test_quantised_drafts_on_a_cpu(target, draft, tmp_path, method):
         arguments(target, str(tmp_path))
 
 
-def test_a_target_that_does_not_exist(draft, tmp_path):
+def test_a_target_that_does_not_exist(draft: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="does not exist"):
         arguments(str(tmp_path / "nowhere"), draft)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -38,12 +40,12 @@ ROPES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server_args():
+def server_args() -> None:
     set_global_server_args_for_scheduler(ServerArgs(model_path=str(TARGET)))
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_tables(tmp_path, kind):
+def test_tables(tmp_path: Path, kind: str) -> None:
     """Within `max_position_embeddings` (256) and beyond it."""
     config = draft_config(rope_theta=None, rope_parameters=ROPES[kind], max_position_embeddings=256)
     first, second = rotary_embeddings(load_config(write_draft(tmp_path, config, {})))
@@ -65,7 +67,7 @@ def test_tables(tmp_path, kind):
     torch.testing.assert_close(before, expected[:256], atol=1e-6, rtol=0)
 
 
-def test_layers_of_different_rope_have_their_own(tmp_path):
+def test_layers_of_different_rope_have_their_own(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     ropes = {kind: THETA | {"rope_theta": 10.0**i} for i, kind in enumerate(kinds, start=3)}
     config = draft_config(rope_parameters=ropes, layer_types=kinds, sliding_window=12)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.runtime.block import DFlashBlock
+from test.forced import Forced
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import Alone, Request, facts, force, prompt
 
 
 @pytest.fixture(autouse=True, params=["off", "on"])
-def ahead(request, monkeypatch):
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Everything here holds with --speculative-dflash-draft-ahead, too."""
     monkeypatch.setenv(DRAFT_AHEAD, request.param)
-    return request.param == "on"
+    return bool(request.param == "on")
 
 
-def forced_requests(engine, forced, asked, expected):
+def forced_requests(
+    engine: InProcess, forced: Forced, asked: list[Request], expected: list[dict[str, Any]]
+) -> list[Any]:
     reqs = []
     for (ids, options), answer in zip(asked, expected, strict=True):
         req = engine.add(ids, **options)
@@ -30,7 +35,7 @@ def forced_requests(engine, forced, asked, expected):
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_small_pool_retracts_and_finishes(target, draft, alone, page):
+def test_small_pool_retracts_and_finishes(target: str, draft: str, alone: Alone, page: int) -> None:
     """A5, A7: too little KV for all: some are retracted, all finish, all are right."""
     asked = [(prompt(20 + i, 30), {"max_new_tokens": 60, "ignore_eos": True}) for i in range(6)]
     expected = alone(asked)
@@ -47,16 +52,18 @@ def test_small_pool_retracts_and_finishes(target, draft, alone, page):
         assert engine.allocator.available_size() == free
 
 
-def test_a_block_is_drafted_before_the_host_commits(target, draft, alone, ahead):
+def test_a_block_is_drafted_before_the_host_commits(
+    target: str, draft: str, alone: Alone, ahead: bool
+) -> None:
     """Once a step, by the step before, and for rows that join by their own prefill."""
     asked = [(prompt(25 + i, 20), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
     expected = alone(asked)
     with InProcess(target, draft) as engine:
-        forced = force(engine, lambda _: 2)
+        forced: Any = force(engine, lambda _: 2)
         proposed, propose = [], forced.propose
 
-        def recorded(batch, *where):
-            block = propose(batch, *where)
+        def recorded(batch: Any, *where: Any) -> DFlashBlock:
+            block: DFlashBlock = propose(batch, *where)
             starts = block.position_ids[:, 0].tolist()
             for req, start in zip(batch.reqs, starts, strict=True):
                 behind = start + 1 - len(req.origin_input_ids) - len(req.output_ids)
@@ -80,7 +87,7 @@ def test_a_block_is_drafted_before_the_host_commits(target, draft, alone, ahead)
             assert mine == [(1 + 3 * i, 0) for i in range(13)]
 
 
-def test_filter_and_retract_in_one_step(target, draft, alone):
+def test_filter_and_retract_in_one_step(target: str, draft: str, alone: Alone) -> None:
     """A7: requests 0 and 2 of 4 finish while one is retracted; the rest keep their own state."""
     lengths = [9, 60, 9, 60]
     asked = [
@@ -106,7 +113,7 @@ def test_filter_and_retract_in_one_step(target, draft, alone):
 
 
 @pytest.mark.parametrize("page", [1, 16, 256])
-def test_runs_to_the_context_length(target, draft, alone, page):
+def test_runs_to_the_context_length(target: str, draft: str, alone: Alone, page: int) -> None:
     """A9: the last block crosses the context's end; the next request's row is not touched."""
     ids = prompt(40, 12)
     options = {"max_new_tokens": 512 - 12 - 1, "ignore_eos": True}
@@ -125,7 +132,7 @@ def test_runs_to_the_context_length(target, draft, alone, page):
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_abort_in_mid_block_and_reuse(target, draft, alone, page):
+def test_abort_in_mid_block_and_reuse(target: str, draft: str, alone: Alone, page: int) -> None:
     """B23: a slot and a row serve the next request as if new after a finish and after an abort."""
     asked = [(prompt(50 + i, 25), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
     expected = alone(asked)
@@ -143,7 +150,7 @@ def test_abort_in_mid_block_and_reuse(target, draft, alone, page):
         assert engine.allocator.available_size() == free
 
 
-def test_longest_request_fits_the_pool(target, draft, alone):
+def test_longest_request_fits_the_pool(target: str, draft: str, alone: Alone) -> None:
     """B27: capacity counts the draft pool, and what the server admits it can finish."""
     with InProcess(target, draft, max_total_tokens=128) as engine:
         draft_pool = engine.worker.draft_model_runner.token_to_kv_pool
@@ -157,7 +164,7 @@ def test_longest_request_fits_the_pool(target, draft, alone):
     assert list(req.output_ids) == expected["ids"]
 
 
-def test_requests_that_do_not_speculate(target, draft, alone):
+def test_requests_that_do_not_speculate(target: str, draft: str, alone: Alone) -> None:
     """B28: one token, and none, beside requests that decode."""
     asked = [
         (prompt(70, 20), {"max_new_tokens": 50, "ignore_eos": True}),
@@ -174,7 +181,7 @@ def test_requests_that_do_not_speculate(target, draft, alone):
         assert [req.spec_verify_ct for req in reqs][1:] == [0, 1, 0]
 
 
-def test_input_embeds(target, draft):
+def test_input_embeds(target: str, draft: str) -> None:
     """A prompt of embeddings, which SGLang serves without a radix cache."""
     table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
     ids = prompt(74, 20)
@@ -189,7 +196,7 @@ def test_input_embeds(target, draft):
     assert answers[0][0] == answers[0][1]
 
 
-def test_replaced_embeddings(target, draft):
+def test_replaced_embeddings(target: str, draft: str) -> None:
     """Some tokens of a prompt given as embeddings, which SGLang leaves in the batch."""
     table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
     ids = prompt(75, 20)
@@ -204,7 +211,7 @@ def test_replaced_embeddings(target, draft):
     assert answers[0][0] != answers[0][1]
 
 
-def test_counters_of_a_forced_pattern(target, draft, alone):
+def test_counters_of_a_forced_pattern(target: str, draft: str, alone: Alone) -> None:
     """A4: steps, accepted drafts and the histogram of a known pattern, exactly."""
     pattern = [3, 0, 7, 1, 1]
     total = 1 + sum(k + 1 for k in pattern)
@@ -225,7 +232,7 @@ def test_counters_of_a_forced_pattern(target, draft, alone):
         assert req.spec_correct_drafts_histogram == [1, 2, 0, 1, 0, 0, 0, 1]
 
 
-def test_finish_on_an_accepted_draft_counts_it(target, draft, alone):
+def test_finish_on_an_accepted_draft_counts_it(target: str, draft: str, alone: Alone) -> None:
     """A4: the drafts taken are all counted when the request ends among them."""
     [expected] = alone([(prompt(81, 10), {"max_new_tokens": 6, "ignore_eos": True})])
     with InProcess(target, draft) as engine:
@@ -237,7 +244,7 @@ def test_finish_on_an_accepted_draft_counts_it(target, draft, alone):
         assert req.spec_correct_drafts_histogram == [0, 0, 0, 0, 0, 1]
 
 
-def test_scheduler_tensors_are_not_changed_in_place(target, draft):
+def test_scheduler_tensors_are_not_changed_in_place(target: str, draft: str) -> None:
     """B8: what the scheduler holds keeps its value; the worker gives it new tensors."""
     with InProcess(target, draft) as engine:
         req = engine.add(prompt(90, 10), max_new_tokens=20, ignore_eos=True)

@@ -122,21 +122,24 @@ def write_processor(folder: Path, family: str) -> None:
         for a in (*TARGETS, *MULTIMODAL)
     ],
 )
-def test_target(tmp_path, architecture):
+def test_target(tmp_path: Path, architecture: str) -> None:
     """Greedy output as without speculation; features are hidden_states[k + 1], no other."""
     model = write(tmp_path / "target", architecture)
     config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
     draft = write_draft(tmp_path / "draft", config, draft_weights(config))
-    ids, captured = prompt(3, 24), []
+    ids = prompt(3, 24)
+    captured: list[torch.Tensor] = []
     with InProcess(str(tmp_path / "target"), disable_radix_cache=True) as engine:
         expected = engine.generate(ids, max_new_tokens=24, ignore_eos=True)
     assert len(set(expected)) > 2
     with InProcess(str(tmp_path / "target"), str(draft)) as engine:
         write_kv = engine.worker.context_kv.write
-        engine.worker.context_kv.write = lambda features, *rest: (
-            captured.append(features.clone()),
-            write_kv(features, *rest),
-        )
+
+        def watched(features: torch.Tensor, *rest: torch.Tensor) -> None:
+            captured.append(features.clone())
+            write_kv(features, *rest)
+
+        engine.worker.context_kv.write = watched
         assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected
     with torch.no_grad():
         states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -146,7 +149,9 @@ def test_target(tmp_path, architecture):
             assert (feature - states[neighbour][0]).abs().max() > 1e-2
 
 
-def test_a_target_with_3d_positions_is_verified_in_part(tmp_path, monkeypatch):
+def test_a_target_with_3d_positions_is_verified_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Width auto: one for the whole batch, as SGLang wants equal rows of such a target."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     write(tmp_path / "target", "Qwen2_5_VLForConditionalGeneration")
@@ -168,7 +173,7 @@ def table() -> dict[str, str]:
     return {name: state for names, state in rows for name in re.findall(r"`(\w+)`", names)}
 
 
-def test_the_table_names_every_target_class():
+def test_the_table_names_every_target_class() -> None:
     """Every class of this SGLang that hands out hidden states stands in the table, and no other."""
     from sglang.srt.models.registry import ModelRegistry
 
@@ -182,6 +187,6 @@ def test_the_table_names_every_target_class():
     assert set(table()) == able
 
 
-def test_the_table_is_held_to_the_tests():
+def test_the_table_is_held_to_the_tests() -> None:
     compared = {name for name, state in table().items() if state == "compared"}
     assert compared == {*TARGETS, *MULTIMODAL}

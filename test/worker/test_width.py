@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.throughput import StepTimes, Survival, common_width, own_widths
+from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_width, own_widths
 from sglang_dflash.errors import Refusal
 from sglang_dflash.hooks import meta_info
 from sglang_dflash.options import DRAFT_AHEAD, Options
@@ -26,13 +27,21 @@ from sglang_dflash.runtime.metrics import AcceptanceHistogram
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 from sglang_dflash.runtime.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt, verify_parts, without_graphs
+from test.worker.conftest import Alone, Cut, facts, force, prompt, verify_parts, without_graphs
 from test.worker.test_draft import draft_kv
 
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("width", ["2", "5", "auto", "any"])
-def test_equals_target(target, draft, alone, monkeypatch, width, page, cut_apart):
+def test_equals_target(
+    target: str,
+    draft: str,
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
+    width: str,
+    page: int,
+    cut_apart: Cut,
+) -> None:
     monkeypatch.setenv(VARIABLE, "auto" if width == "any" else width)
     rng = random.Random(4)
     asked = [(prompt(300 + i, 20), {"max_new_tokens": 50, "ignore_eos": True}) for i in range(6)]
@@ -54,7 +63,9 @@ def test_equals_target(target, draft, alone, monkeypatch, width, page, cut_apart
                 assert sum(histogram) == req.spec_verify_ct
 
 
-def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
+def test_context_kv_of_requests_cut_apart(
+    target: str, draft: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After steps of unequal widths, the draft's KV is what a prefill of the same tokens gives."""
     monkeypatch.setenv(VARIABLE, "auto")
     rng = random.Random(6)
@@ -65,8 +76,11 @@ def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
         forced = force(engine, lambda _: rng.randint(0, 7))
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
-        widths = lambda block: [8, *(rng.randint(1, 7) for _ in block.slots[1:])]  # noqa: E731
-        verify_parts(engine, lambda block: block.cut(np.array(widths(block))))
+
+        def unequal(block: DFlashBlock) -> DFlashBlock:
+            return block.cut(np.array([8, *(rng.randint(1, 7) for _ in block.slots[1:])]))
+
+        verify_parts(engine, unequal)
         for _ in range(8):
             engine.step()
         for req in reqs:
@@ -85,7 +99,7 @@ def test_context_kv_of_requests_cut_apart(target, draft, alone, monkeypatch):
             engine.run(req)
 
 
-def test_survival_learns_from_unequal_widths():
+def test_survival_learns_from_unequal_widths() -> None:
     """A draft behind a request's cut is neither right nor wrong."""
     said, accepted, widths = np.full((2, 3), 0.9), np.array([2, 1]), np.array([4, 2])
     one, both = Survival(4), Survival(4)
@@ -96,26 +110,36 @@ def test_survival_learns_from_unequal_widths():
     np.testing.assert_allclose(both(said), one(said), rtol=1e-6)
 
 
-def test_a_probability_that_is_no_number_counts_as_0(target, draft, monkeypatch):
+def test_a_probability_that_is_no_number_counts_as_0(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
     with InProcess(target, draft) as engine:
         without_graphs(engine)
-        model, blocks = engine.worker.draft_model_runner.model, []
+        model = engine.worker.draft_model_runner.model
+        blocks: list[DFlashBlock] = []
         predict = model.vocabulary.predict
         lost = torch.tensor(float("nan")).long()
 
-        def garbled(hidden, weigh):
-            predicted = predict(hidden, weigh)
+        def garbled(hidden: torch.Tensor, weigh: bool) -> torch.Tensor:
+            predicted: torch.Tensor = predict(hidden, weigh)
             predicted[:, 1] = lost
             return predicted
 
         model.vocabulary.predict = garbled
         policy = engine.worker.verify_width
         choose = policy.choose
-        policy.choose = lambda block: blocks.append(block) or choose(block)
+
+        def noted(block: DFlashBlock) -> Any:
+            blocks.append(block)
+            return choose(block)
+
+        policy.choose = noted
         output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
     assert len(output) == 12
-    assert not any(block.probabilities.any() for block in blocks)
+    for block in blocks:
+        assert block.probabilities is not None
+        assert not block.probabilities.any()
 
 
 def block_of(*probabilities: float) -> DFlashBlock:
@@ -124,7 +148,7 @@ def block_of(*probabilities: float) -> DFlashBlock:
     return DFlashBlock(zeros, zeros, zeros, torch.tensor([probabilities]))
 
 
-def test_one_width_for_all_where_a_probability_is_no_number():
+def test_one_width_for_all_where_a_probability_is_no_number() -> None:
     """Where requests have equal widths, as on CUDA, one on offer is chosen all the same."""
     times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
     policy, block = AdaptiveWidth(8, times, unequal=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
@@ -132,7 +156,7 @@ def test_one_width_for_all_where_a_probability_is_no_number():
     assert chosen == [8, 4]  # the first probes
 
 
-def test_blocks_are_whole_where_nothing_can_be_gained():
+def test_blocks_are_whole_where_nothing_can_be_gained() -> None:
     """Then the host does not wait for the draft, and the verify can be planned ahead."""
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.05, (4, 4): 1.0, (4, 8): 1.2}, (4, 8))
     policy = AdaptiveWidth(8, times, unequal=False)
@@ -152,7 +176,12 @@ def test_blocks_are_whole_where_nothing_can_be_gained():
         ("3", (3,), (3,)),
     ],
 )
-def test_widths_on_offer(monkeypatch, asked, on_cpu, on_cuda):
+def test_widths_on_offer(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    on_cpu: tuple[int, ...],
+    on_cuda: tuple[int, ...],
+) -> None:
     """On CUDA a width costs graphs, so fewer are on offer, and only where asked for."""
     monkeypatch.delenv(VARIABLE)
     if asked is not None:
@@ -162,13 +191,15 @@ def test_widths_on_offer(monkeypatch, asked, on_cpu, on_cuda):
         assert Options.read(args).verify_widths == expected
 
 
-def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
+def test_every_width_has_its_own_attention_backend(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Made while the server arguments say that width, and in use while it is verified."""
     with InProcess(target, draft) as engine:
         runner, made = engine.worker.model_runner, {8: engine.worker.model_runner.attn_backend}
         make = ModelRunner._get_attention_backend
 
-        def noted(runner, *args, **kwargs):
+        def noted(runner: Any, *args: Any, **kwargs: Any) -> Any:
             width = runner.server_args.speculative_num_draft_tokens
             made[width] = make(runner, *args, **kwargs)
             return made[width]
@@ -183,19 +214,19 @@ def test_every_width_has_its_own_attention_backend(target, draft, monkeypatch):
         graphs.use(8)
 
 
-def test_graphs_of_a_width_are_made_as_sglang_makes_them():
+def test_graphs_of_a_width_are_made_as_sglang_makes_them() -> None:
     """What `VerifyGraphs` hands to SGLang's graph runner, which only a GPU can construct."""
     inspect.signature(CudaGraphRunner).bind(None, attn_backend=None)
 
 
 @pytest.mark.parametrize("width", ["1", "9", "half", ""])
-def test_refused(target, draft, monkeypatch, width):
+def test_refused(target: str, draft: str, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
     monkeypatch.setenv(VARIABLE, width)
     with pytest.raises(Refusal, match="verify-width"):
         InProcess(target, draft)
 
 
-def test_draft_ahead_is_on_or_off(target, draft, monkeypatch):
+def test_draft_ahead_is_on_or_off(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DRAFT_AHEAD, "yes")
     with pytest.raises(Refusal, match="draft-ahead"):
         InProcess(target, draft)
@@ -213,7 +244,7 @@ def meta_of(counts: list[int], num_verified: int) -> dict[str, Any]:
     return meta
 
 
-def test_rates_count_the_width_used():
+def test_rates_count_the_width_used() -> None:
     meta = meta_of([2, 1, 0, 1], num_verified=9)
     assert meta["spec_num_proposed_drafts"] == meta["spec_proposed_drafts"] == 9
     assert meta["spec_accept_rate"] == pytest.approx(4 / 9)
@@ -222,13 +253,13 @@ def test_rates_count_the_width_used():
     assert meta["spec_correct_drafts_histogram"] == meta["spec_accept_histogram"] == [2, 1, 0, 1]
 
 
-def test_a_request_whose_drafts_were_never_verified_has_rate_0():
+def test_a_request_whose_drafts_were_never_verified_has_rate_0() -> None:
     meta = meta_of([2], num_verified=0)
     assert meta["spec_num_proposed_drafts"] == meta["spec_accept_rate"] == 0
     assert meta["spec_accepted_per_position"] == [0, 0, 0]
 
 
-def test_survival_learns_what_a_probability_means():
+def test_survival_learns_what_a_probability_means() -> None:
     """Drafts that say 0.9 and are right half the time; positions behind the cut learn, too."""
     survival, rng = Survival(5), np.random.default_rng(0)
     said, widths = np.full((8, 4), 0.9), np.full(8, 2)
@@ -241,14 +272,15 @@ def test_survival_learns_what_a_probability_means():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_width_pays(apart):
+def test_width_pays(apart: bool) -> None:
     """Verify more where drafts survive and where positions cost nothing."""
     sure, doubtful = (np.full((4, 7), p).cumprod(axis=1) for p in (0.9, 0.3))
     flat, steep = np.ones(8), np.arange(1.0, 9.0)
 
-    def best(survival, seconds):
+    def best(survival: Array, seconds: Array) -> list[int]:
         if apart:
-            return own_widths(survival, seconds).tolist()
+            widths: list[int] = own_widths(survival, seconds).tolist()
+            return widths
         return [common_width(survival, seconds)] * 4
 
     assert best(sure, flat) == best(doubtful, flat) == [8] * 4
@@ -256,21 +288,21 @@ def test_width_pays(apart):
     assert best(doubtful, steep**2) == [1] * 4
 
 
-def test_times_between_measured_points():
+def test_times_between_measured_points() -> None:
     measured = {(1, 2): 1.0, (1, 4): 3.0, (5, 2): 5.0, (5, 4): 7.0}
     times = StepTimes(measured, (2, 3, 4))
     assert times.at(1).tolist() == [math.inf, 1.0, 2.0, 3.0]
     assert times.at(3).tolist() == times.at(5).tolist() == [math.inf, 5.0, 6.0, 7.0]
 
 
-def test_only_widths_on_offer_are_chosen():
+def test_only_widths_on_offer_are_chosen() -> None:
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.2}, (4, 8)).at(1)
     assert np.isinf(times).tolist() == [True, True, True, False, True, True, True, False]
     sure, doubtful = (np.full((1, 7), p).cumprod(axis=1) for p in (0.9, 0.1))
     assert (common_width(sure, times), common_width(doubtful, times)) == (8, 4)
 
 
-def test_requests_are_finished_soonest():
+def test_requests_are_finished_soonest() -> None:
     """The least time of all steps of four requests on two places, by trying all widths.
 
     A place is never empty, so there are half as many steps as the requests' own together; a step
@@ -282,9 +314,10 @@ def test_requests_are_finished_soonest():
     for price in (0.05, 0.3, 1.0, 3.0):
         taken = 1 + price * np.arange(4.0)
 
-        def takes(widths, taken=taken):
+        def takes(widths: Sequence[int], taken: Array = taken) -> float:
             drafts = np.array(widths) - 1
-            return (tokens / commits[range(4), drafts] * taken[drafts]).sum() / 2
+            time: float = (tokens / commits[range(4), drafts] * taken[drafts]).sum() / 2
+            return time
 
         chosen = own_widths(survival, taken).tolist()
         tried = itertools.product(range(1, 5), repeat=4)
@@ -294,7 +327,7 @@ def test_requests_are_finished_soonest():
     assert totals[0] > totals[-1] == 4
 
 
-def test_a_request_is_cut_by_its_own_drafts():
+def test_a_request_is_cut_by_its_own_drafts() -> None:
     """Sure drafts beside it do not take its own away: it would hold its place the longer."""
     sure, code = np.full(3, 1.0), np.array([0.6, 0.3, 0.1])
     taken = np.array([1.0, 1.2, 1.4, 1.6])
