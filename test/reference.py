@@ -65,7 +65,8 @@ def _rope(x: Tensor, positions: Tensor, semantics: Semantics, layer: int) -> Ten
     )
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions[None])
     cos, sin, half = cos[0][:, None], sin[0][:, None], x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    rotated: Tensor = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    return rotated
 
 
 def _seen(semantics: Semantics, layer: int, context: Tensor, block: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def draft_block(
     drafts = (x @ head.T).argmax(-1)
     if "d2t" in weights:
         drafts = drafts + weights["d2t"][drafts]
-    return drafts.tolist()
+    tokens: list[int] = drafts.tolist()
+    return tokens
 
 
 def _layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from sglang.srt.sampling.custom_logit_processor import (
 )
 
 from test.inprocess import InProcess
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import Alone, Cut, facts, force, prompt
 
-N = {"max_new_tokens": 40, "ignore_eos": True}
+N: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
 
-REQUESTS = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "plain": N,
     "frequency": N | {"frequency_penalty": 0.9},
     "presence": N | {"presence_penalty": 1.5},
@@ -36,7 +37,7 @@ REQUESTS = {
 }
 
 
-def known(req) -> dict:
+def known(req: Any) -> dict[str, Any]:
     """Every number a client sees."""
     out = req.logprob
     return facts(req) | (
@@ -52,19 +53,19 @@ def known(req) -> dict:
     )
 
 
-def close(got, expected) -> bool:
+def close(got: Any, expected: Any) -> bool:
     """Equal, numbers within 1e-5."""
     if isinstance(expected, float):
-        return abs(got - expected) <= 1e-5
+        return bool(abs(got - expected) <= 1e-5)
     if isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(close, got, expected))
     if isinstance(expected, dict):
         return got.keys() == expected.keys() and all(close(got[k], expected[k]) for k in expected)
-    return got == expected
+    return bool(got == expected)
 
 
 @pytest.fixture(scope="module")
-def single(target) -> dict:
+def single(target: str) -> dict[str, dict[str, Any]]:
     """Each request alone, without speculation."""
     answers = {}
     with InProcess(target, disable_radix_cache=True, enable_custom_logit_processor=True) as engine:
@@ -77,7 +78,9 @@ def single(target) -> dict:
 
 @pytest.mark.parametrize("accepting", ["none", "all", "random"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_all_together_equal_each_alone(target, draft, single, accepting, page, cuts):
+def test_all_together_equal_each_alone(
+    target: str, draft: str, single: dict[str, dict[str, Any]], accepting: str, page: int, cuts: Cut
+) -> None:
     """A1, A2, A10: penalties, bias, minimum length and logprobs, all in one batch."""
     rng = random.Random(9)
     count = {"none": lambda _: 0, "all": lambda _: 7, "random": lambda _: rng.randint(0, 7)}
@@ -95,7 +98,7 @@ def test_all_together_equal_each_alone(target, draft, single, accepting, page, c
             assert req.spec_verify_ct < len(req.output_ids)
 
 
-def test_penalties_do_something(single):
+def test_penalties_do_something(single: dict[str, dict[str, Any]]) -> None:
     """The control of the test above: no two of these answers are the same text."""
     texts = [
         tuple(a["ids"]) for n, a in single.items() if n in ("frequency", "presence", "repetition")
@@ -104,13 +107,17 @@ def test_penalties_do_something(single):
     assert all(texts.count(t) == 1 for t in texts)
 
 
-def test_min_new_tokens_stops_when_it_may(target, draft, alone):
+def test_min_new_tokens_stops_when_it_may(target: str, draft: str, alone: Alone) -> None:
     """A1: min_new_tokens=4 with an end token due at token 6 stops at 6."""
     ids = prompt(230, 12)
     [free] = alone([(ids, N)])
     stop = free["ids"][5]
     first = free["ids"].index(stop)
-    options = {"max_new_tokens": 40, "min_new_tokens": 4, "stop_token_ids": [stop]}
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "min_new_tokens": 4,
+        "stop_token_ids": [stop],
+    }
     [expected] = alone([(ids, options)])
     with InProcess(target, draft) as engine:
         forced = force(engine, lambda _: 7)
@@ -122,7 +129,7 @@ def test_min_new_tokens_stops_when_it_may(target, draft, alone):
             assert len(req.output_ids) == 6
 
 
-def test_penalties_survive_retraction(target, draft, alone):
+def test_penalties_survive_retraction(target: str, draft: str, alone: Alone) -> None:
     """All output so far counts, also after a retraction, where SGLang starts anew."""
     asked = [
         (prompt(240 + i, 30), N | {"max_new_tokens": 60, "frequency_penalty": 0.6})
@@ -142,7 +149,9 @@ def test_penalties_survive_retraction(target, draft, alone):
 class Ban(CustomLogitProcessor):
     """Bans a token; fails unless it sees the request's true history, one call a token."""
 
-    def __call__(self, logits, custom_param_list):
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]]
+    ) -> torch.Tensor:
         for row, params in zip(logits, custom_param_list, strict=True):
             output = list(params["__req__"].output_ids)
             calls = params.setdefault("calls", [])
@@ -156,12 +165,12 @@ class Ban(CustomLogitProcessor):
         return logits
 
 
-def test_custom_processor_commits_one_token(target, draft):
+def test_custom_processor_commits_one_token(target: str, draft: str) -> None:
     """A processor sees true history and is called once a token; other rows keep their width."""
     ids, other = prompt(250, 12), prompt(251, 12)
-    flags = {"enable_custom_logit_processor": True}
+    flags: dict[str, Any] = {"enable_custom_logit_processor": True}
 
-    def options() -> dict:
+    def options() -> dict[str, Any]:
         return {
             "max_new_tokens": 20,
             "ignore_eos": True,
@@ -185,7 +194,7 @@ def test_custom_processor_commits_one_token(target, draft):
         assert free.spec_verify_ct == 5
 
 
-SEEDED = [
+SEEDED: list[dict[str, Any]] = [
     {"temperature": 1.0, "sampling_seed": 7},
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 20, "sampling_seed": 8},
@@ -196,10 +205,10 @@ SEEDED = [
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])
-def test_a_seed_decides_alone(target, draft, width, cuts):
+def test_a_seed_decides_alone(target: str, draft: str, width: int, cuts: Cut) -> None:
     """A3: a seeded request gives the tokens it gives alone without speculation, in any company."""
     asked = [(prompt(260 + i, 10 + i), N | options) for i, options in enumerate(SEEDED)]
-    flags = {"enable_deterministic_inference": True}
+    flags: dict[str, Any] = {"enable_deterministic_inference": True}
     with InProcess(target, disable_radix_cache=True, **flags) as engine:
         expected = [engine.generate(ids, **options) for ids, options in asked]
     rng = random.Random(5)
@@ -216,7 +225,7 @@ def test_a_seed_decides_alone(target, draft, width, cuts):
         assert [list(req.output_ids) for req in reqs] == expected
 
 
-def test_seeded_min_p_is_refused(target, draft):
+def test_seeded_min_p_is_refused(target: str, draft: str) -> None:
     """SGLang would die of an assertion: the request gets HTTP 400, the server goes on."""
     with InProcess(target, draft, enable_deterministic_inference=True) as engine:
         req = engine.add(prompt(1, 5), temperature=1.0, min_p=0.1)
@@ -228,9 +237,9 @@ def test_seeded_min_p_is_refused(target, draft):
 
 
 @pytest.mark.parametrize("with_first", [True, False])
-def test_token_ids_logprob_beside_other_logprobs(target, draft, with_first):
+def test_token_ids_logprob_beside_other_logprobs(target: str, draft: str, with_first: bool) -> None:
     """SGLang dies in prefill of a batch that mixes token_ids_logprob with other logprobs."""
-    options = [{"token_ids_logprob": [1, 2]}, {"top_logprobs_num": 2}]
+    options: list[dict[str, Any]] = [{"token_ids_logprob": [1, 2]}, {"top_logprobs_num": 2}]
     with InProcess(target, draft) as engine:
         reqs = [
             engine.add(prompt(270 + i, 8), return_logprob=True, **N, **o)
@@ -240,18 +249,22 @@ def test_token_ids_logprob_beside_other_logprobs(target, draft, with_first):
         assert all(len(r.logprob.output_token_logprobs_val) == 40 for r in reqs)
 
 
-def test_hidden_states(target, draft, alone, cuts):
+def test_hidden_states(target: str, draft: str, alone: Alone, cuts: Cut) -> None:
     """return_hidden_states: the last layer's state of every token, as without speculation."""
     ids = prompt(280, 14)
     options = {"max_new_tokens": 20, "ignore_eos": True, "return_hidden_states": True}
-    flags = {"enable_return_hidden_states": True}
+    flags: dict[str, Any] = {"enable_return_hidden_states": True}
     with InProcess(target, disable_radix_cache=True, **flags) as engine:
         req = engine.add(ids, **options)
         engine.run(req)
         expected, truth = req.hidden_states, list(req.output_ids)
     for accept in (0, 7):
         with InProcess(target, draft, **flags) as engine:
-            forced = force(engine, lambda _, accept=accept: accept)
+
+            def right(_: Any, accept: int = accept) -> int:
+                return accept
+
+            forced = force(engine, right)
             cuts(engine)
             others = [engine.add(prompt(281 + i, 9), max_new_tokens=1) for i in range(2)]
             req = engine.add(ids, **options)
@@ -263,22 +276,28 @@ def test_hidden_states(target, draft, alone, cuts):
 
 
 class Raise(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list):
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]]
+    ) -> torch.Tensor:
         raise RuntimeError("no such thing")
 
 
 class Narrow(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list):
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]]
+    ) -> torch.Tensor:
         return logits[:, :5]
 
 
-def test_custom_processors_in_company(target, draft, cuts):
+def test_custom_processors_in_company(target: str, draft: str, cuts: Cut) -> None:
     """Requests of one processor with unlike parameters go together; a broken one ends alone."""
-    flags = {"enable_custom_logit_processor": True, "max_running_requests": 8}
+    flags: dict[str, Any] = {"enable_custom_logit_processor": True, "max_running_requests": 8}
     bans = [{"token_ids": [token]} for token in (5, 121)]
     processor = DisallowedTokensLogitsProcessor.to_str()
+    faulty: dict[str, type[CustomLogitProcessor]]
+    faulty = {"no such thing": Raise, "shape (1, 5)": Narrow}
 
-    def options(params: dict) -> dict:
+    def options(params: dict[str, Any]) -> dict[str, Any]:
         return N | {"custom_params": dict(params), "custom_logit_processor": processor}
 
     ids = [prompt(260 + i, 12) for i in range(3)]
@@ -289,7 +308,7 @@ def test_custom_processors_in_company(target, draft, cuts):
         reqs = [engine.add(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
         broken = {
             words: engine.add(ids[2], **N, custom_logit_processor=processor.to_str())
-            for words, processor in {"no such thing": Raise, "shape (1, 5)": Narrow}.items()
+            for words, processor in faulty.items()
         }
         engine.run(*reqs, *broken.values())
     assert [list(req.output_ids) for req in reqs] == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from test.worker.conftest import prompt
 DRAWS = 20_000
 VOCAB = 12
 
-MIXES = {
+MIXES: dict[str, list[dict[str, Any]]] = {
     "plain": [{"temperature": 1.0}],
     "temperature": [{"temperature": 0.7}],
     "top_k": [{"temperature": 1.0, "top_k": 4}],
@@ -40,7 +42,13 @@ MIXES = {
 }
 
 
-def distribution(logits: torch.Tensor, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+def distribution(
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> torch.Tensor:
     """The target's distribution after SGLang's filters (top-k, top-p, min-p over sorted probs)."""
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
@@ -58,12 +66,14 @@ def distribution(logits: torch.Tensor, temperature=1.0, top_k=-1, top_p=1.0, min
 
 
 @pytest.fixture(scope="module")
-def engine(target, draft):
+def engine(target: str, draft: str) -> Iterator[InProcess]:
     with InProcess(target, draft) as engine:
         yield engine
 
 
-def draw_many(engine: InProcess, mix: list[dict], logits: torch.Tensor, width: int, seed: int):
+def draw_many(
+    engine: InProcess, mix: list[dict[str, Any]], logits: torch.Tensor, width: int, seed: int
+) -> torch.Tensor:
     """[draws, len(mix), width] tokens drawn by the worker from the same logits at every row."""
     reqs = []
     for options in mix:
@@ -78,7 +88,8 @@ def draw_many(engine: InProcess, mix: list[dict], logits: torch.Tensor, width: i
     block = DFlashBlock(zeros, zeros, zeros)
     rows = logits.repeat(len(mix) * width, 1)
     drawn = [draw(rows.clone(), batch, block.positions, block) for _ in range(DRAWS // width)]
-    return torch.stack(drawn).unflatten(1, zeros.shape)
+    tokens: torch.Tensor = torch.stack(drawn).unflatten(1, zeros.shape)
+    return tokens
 
 
 def p_value(drawn: torch.Tensor, expected: torch.Tensor) -> float:
@@ -93,7 +104,7 @@ def p_value(drawn: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_distribution(engine, mix):
+def test_distribution(engine: InProcess, mix: str) -> None:
     """p > 0.001 for every request of the mix, 20,000 draws, the rows of a block alike."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5
     drawn = draw_many(engine, MIXES[mix], logits, width=4, seed=2)
@@ -101,7 +112,7 @@ def test_distribution(engine, mix):
         assert p_value(drawn[:, row], distribution(logits, **options)) > 0.001
 
 
-def test_a_wrong_rule_fails(engine):
+def test_a_wrong_rule_fails(engine: InProcess) -> None:
     """The control: committing the draft with the probability of *another* token is noticed."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5
     expected = distribution(logits)
@@ -112,7 +123,7 @@ def test_a_wrong_rule_fails(engine):
     assert p_value(lossy, expected) < 0.001
 
 
-def test_accepted_and_bonus_tokens_together_have_the_distribution(engine):
+def test_accepted_and_bonus_tokens_together_have_the_distribution(engine: InProcess) -> None:
     """The first committed token of a block, accepted or not, is the target's own draw."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
     expected = distribution(logits)
@@ -125,14 +136,14 @@ def test_accepted_and_bonus_tokens_together_have_the_distribution(engine):
     assert p_value(first, expected) > 0.001
 
 
-def test_requests_of_a_batch_draw_independently(engine):
+def test_requests_of_a_batch_draw_independently(engine: InProcess) -> None:
     """Two equal requests do not draw the same sequence."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(6))
     drawn = draw_many(engine, [{"temperature": 1.0}] * 2, logits, width=4, seed=1)
     assert (drawn[:, 0] != drawn[:, 1]).any()
 
 
-def test_sampled_requests_are_drawn_not_argmax(engine):
+def test_sampled_requests_are_drawn_not_argmax(engine: InProcess) -> None:
     """A sampled request differs from the greedy one, and between two runs."""
     outputs = {
         tuple(engine.generate(prompt(1, 9), temperature=2.0, max_new_tokens=30, ignore_eos=True))

@@ -7,9 +7,10 @@ to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -56,12 +57,15 @@ GPT_OSS = YARN | {"truncate": False, "attention_factor": 0.5}
 SHORT_YARN = YARN | {"original_max_position_embeddings": 8}
 
 
-def zlab(**changes: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
+Case: TypeAlias = tuple[dict[str, Any], dict[str, Any], Semantics]  # config, weights, how to read
+
+
+def zlab(**changes: Any) -> Case:
     config = draft_config(**changes)
     return config, draft_weights(config), Semantics.of_zlab({**draft_config(), **config})
 
 
-def with_rope(parameters: dict[str, Any], how: str):
+def with_rope(parameters: dict[str, Any], how: str) -> Case:
     """The same RoPE in each of the places where publishers put it."""
     theta = parameters["rope_theta"]
     scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
@@ -86,14 +90,14 @@ def speculators(
     own_embedding: bool = True,
     body: dict[str, Any] | None = None,
     **changes: Any,
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], Semantics]:
+) -> Case:
     config, weights = speculators_draft(draft_vocab, **(body or {}))
     if not own_embedding:
         del weights["embed_tokens.weight"]
     return config | changes, weights, Semantics.of_zlab(draft_config(), hidden_state_ids=[1, 3])
 
 
-def sliding_speculators(non_causal: bool, window: int = 12):
+def sliding_speculators(non_causal: bool, window: int = 12) -> Case:
     body = {"layer_types": SLIDING, "sliding_window": window}
     changes = {"sliding_window_non_causal": True} if non_causal else {}
     config, weights, semantics = speculators(body=body, **changes)
@@ -101,7 +105,7 @@ def sliding_speculators(non_causal: bool, window: int = 12):
     return config, weights, replace(semantics, layers=layers)
 
 
-def sliding_zlab(window: int = 12, causal: bool | None = None, **changes: Any):
+def sliding_zlab(window: int = 12, causal: bool | None = None, **changes: Any) -> Case:
     method = {} if causal is None else {"causal": causal}
     config, weights, semantics = zlab(
         layer_types=SLIDING, sliding_window=window, dflash_config=method, **changes
@@ -111,7 +115,7 @@ def sliding_zlab(window: int = 12, causal: bool | None = None, **changes: Any):
     return config, weights, replace(semantics, layers=[("zlab", window, in_block), full])
 
 
-def per_type_rope():
+def per_type_rope() -> Case:
     other = {"rope_type": "default", "rope_theta": 500.0}
     plain = {"rope_type": "default", "rope_theta": 10_000.0}
     config, weights, semantics = sliding_zlab()
@@ -119,7 +123,7 @@ def per_type_rope():
     return config, weights, replace(semantics, rope=[other, plain])
 
 
-def biased():
+def biased() -> Case:
     config, weights, semantics = zlab(attention_bias=True)
     rng = torch.Generator().manual_seed(5)
     for name in [n for n in weights if "_proj.weight" in n and "self_attn" in n]:
@@ -127,7 +131,7 @@ def biased():
     return config, weights, semantics
 
 
-def masked(as_dict: bool):
+def masked(as_dict: bool) -> Case:
     config, weights, semantics = zlab()
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
     weights["mask_embedding.pt"] = (
@@ -136,7 +140,7 @@ def masked(as_dict: bool):
     return config, weights, replace(semantics, mask_embedding=vector)
 
 
-def from_anchor(kind: str):
+def from_anchor(kind: str) -> Case:
     if kind == "zlab":
         config, weights, semantics = zlab(dflash_config={"sample_from_anchor": True})
     else:
@@ -144,7 +148,7 @@ def from_anchor(kind: str):
     return config, weights, replace(semantics, sample_from_anchor=True)
 
 
-def scaled():
+def scaled() -> Case:
     config, weights, semantics = zlab(
         dflash_config={
             "input_embedding_scale": 3.5,
@@ -155,19 +159,19 @@ def scaled():
     return config, weights, replace(semantics, embedding_scale=3.5)
 
 
-def prefixed():
+def prefixed() -> Case:
     config, weights, semantics = zlab()
     return config, {f"model.{k}": v for k, v in weights.items()}, semantics
 
 
-def served_beyond(parameters: dict[str, Any]):
+def served_beyond(parameters: dict[str, Any]) -> Case:
     """The draft states 32 positions, the test serves 100 and more."""
     config, weights, semantics = with_rope(parameters, "rope_parameters")
     config["max_position_embeddings"] = 32
     return config, weights, replace(semantics, max_positions=32)
 
 
-def specforge():
+def specforge() -> Case:
     """What SpecForge writes: the fields of Transformers' Qwen3Config, all of them."""
     config, weights, semantics = zlab()
     config |= {
@@ -189,13 +193,13 @@ def specforge():
     return config, weights, semantics
 
 
-def window_switched_off():
+def window_switched_off() -> Case:
     """`use_sliding_window: false`: z-lab's sliding layers stay causal and see all context."""
     config, weights, semantics = sliding_zlab(use_sliding_window=False)
     return config, weights, replace(semantics, layers=[("full", None, True), ("full", None, False)])
 
 
-def sliding_by_depth():
+def sliding_by_depth() -> Case:
     """No `layer_types`: Transformers' rule, sliding from layer `max_window_layers` on."""
     config, weights, semantics = zlab(
         use_sliding_window=True, sliding_window=12, max_window_layers=1
@@ -203,29 +207,29 @@ def sliding_by_depth():
     return config, weights, replace(semantics, layers=[("full", None, False), ("zlab", 12, True)])
 
 
-def all_sliding():
+def all_sliding() -> Case:
     """`use_swa` with a window of its own."""
     config, weights, semantics = zlab(dflash_config={"use_swa": True, "swa_window_size": 10})
     return config, weights, replace(semantics, layers=[("zlab", 10, True)] * 2)
 
 
-def last_layer():
+def last_layer() -> Case:
     config, weights, semantics = zlab(dflash_config={"target_layer_ids": [1, 3]})
     return config, weights, replace(semantics, hidden_state_ids=[2, 4])
 
 
-def speculators_last_layer():
+def speculators_last_layer() -> Case:
     config, weights, semantics = speculators(aux_hidden_state_layer_ids=[2, 4])
     return config, weights, replace(semantics, hidden_state_ids=[2, 4])
 
 
-def default_ids():
+def default_ids() -> Case:
     config, weights, semantics = zlab(num_hidden_layers=2)
     del config["dflash_config"]["target_layer_ids"]
     return config, weights, replace(semantics, hidden_state_ids=[2, 2])
 
 
-CASES = {
+CASES: dict[str, Callable[[], Case]] = {
     "zlab": zlab,
     "zlab model. prefix": prefixed,
     "zlab sliding": sliding_zlab,
@@ -272,11 +276,19 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path
 
 
 @pytest.fixture(scope="module")
-def model(target):
+def model(target: str) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
-def agreement(target, model, path, weights, semantics, page: int, tokens: int) -> list[bool]:
+def agreement(
+    target: str,
+    model: Qwen3ForCausalLM,
+    path: Path,
+    weights: dict[str, Any],
+    semantics: Semantics,
+    page: int,
+    tokens: int,
+) -> list[bool]:
     """For each step of a request: did we draft what the reference drafts?"""
     ids = prompt(31, 40)
     with InProcess(target, str(path), page_size=page) as engine:
@@ -289,7 +301,9 @@ def agreement(target, model, path, weights, semantics, page: int, tokens: int) -
 
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_equal_the_reference(target, model, tmp_path, case, page):
+def test_drafts_equal_the_reference(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, case: str, page: int
+) -> None:
     config, weights, semantics = CASES[case]()
     path = write(tmp_path, config, weights)
     tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 60
@@ -343,7 +357,9 @@ def traces_of_two_ranks(target: str, page: int, paths: list[str]) -> dict[tuple[
     ],
     ids=["16-two", "16-all", "1-all"],
 )
-def test_two_ranks_draft_what_the_reference_drafts(target, model, tmp_path, page, cases):
+def test_two_ranks_draft_what_the_reference_drafts(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, page: int, cases: list[str]
+) -> None:
     """TP 2 on gloo: both ranks' draft tokens, step by step."""
     made = {str(tmp_path / str(i)): CASES[case]() for i, case in enumerate(cases)}
     for path, (config, weights, _) in made.items():
@@ -358,7 +374,7 @@ def test_two_ranks_draft_what_the_reference_drafts(target, model, tmp_path, page
             assert block[1:] == drafts
 
 
-MUTANTS = {
+MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
     "ids + 1": ("zlab", lambda s: replace(s, hidden_state_ids=[i + 1 for i in s.hidden_state_ids])),
     "speculators ids not shifted": (
         "speculators",
@@ -388,7 +404,9 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_reading_is_noticed(target, model, tmp_path, mutant):
+def test_a_wrong_reading_is_noticed(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
+) -> None:
     """The control: the oracle of the test above tells a wrong reading from the right one."""
     case, mutate = MUTANTS[mutant]
     config, weights, semantics = CASES[case]()
@@ -396,7 +414,9 @@ def test_a_wrong_reading_is_noticed(target, model, tmp_path, mutant):
     assert not all(agreement(target, model, path, weights, mutate(semantics), 1, 60))
 
 
-def test_a_dropped_map_is_refused_or_noticed(target, model, tmp_path):
+def test_a_dropped_map_is_refused_or_noticed(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
     """d2t left out: the drafts differ; d2t that does not fit t2d: refused."""
     config, weights, semantics = speculators(draft_vocab=64)
     path = write(tmp_path / "a", config, weights)
@@ -404,7 +424,7 @@ def test_a_dropped_map_is_refused_or_noticed(target, model, tmp_path):
     assert not all(agreement(target, model, path, dropped, semantics, 1, 30))
 
 
-def test_speculators_as_model_path(target, tmp_path):
+def test_speculators_as_model_path(target: str, tmp_path: Path) -> None:
     """A speculators folder as --model-path serves the target that it names; flags win."""
     config, weights, _ = speculators()
     config["speculators_config"]["verifier"]["name_or_path"] = target
@@ -428,7 +448,7 @@ def test_speculators_as_model_path(target, tmp_path):
     assert ServerArgs(model_path=path, speculative_dflash_block_size=3).model_path == target
 
 
-def test_speculators_as_model_path_without_a_verifier(tmp_path):
+def test_speculators_as_model_path_without_a_verifier(tmp_path: Path) -> None:
     config, weights, _ = speculators()
     del config["speculators_config"]["verifier"]
     with pytest.raises(Refusal, match="names no target"):
