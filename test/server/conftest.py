@@ -59,7 +59,8 @@ class Client:
         key = "text" if isinstance(prompt, str) else "input_ids"
         answer = self.post("/generate", {key: prompt, "sampling_params": options, **fields})
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        found: dict[str, Any] = answer.json()
+        return found
 
     def generate_many(self, prompts: list[Any], **options: Any) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(prompts)) as pool:

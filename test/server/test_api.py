@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import requests
@@ -31,11 +32,11 @@ def server() -> Iterator[Client]:
 
 
 @pytest.fixture
-def openai(server) -> OpenAI:
+def openai(server: Client) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-def test_counters_and_metrics(server):
+def test_counters_and_metrics(server: Client) -> None:
     """meta_info and Prometheus agree with each other and with the text."""
 
     def totals() -> tuple[dict[str, float], float]:
@@ -67,10 +68,15 @@ def test_counters_and_metrics(server):
         assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
 
 
-def test_stream_with_usage(server, openai, reference):
+def test_stream_with_usage(server: Client, openai: OpenAI, reference: Client) -> None:
     """Chunks join to the whole answer; the last one holds the usage."""
     messages = [{"role": "user", "content": WORD[0].prompt}]
-    options = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 80}
+    options: dict[str, Any] = {
+        "model": "default",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
     whole = openai.chat.completions.create(**options)
     chunks = list(
         openai.chat.completions.create(
@@ -87,9 +93,9 @@ def test_stream_with_usage(server, openai, reference):
     assert whole.usage.completion_tokens == plain.usage.completion_tokens
 
 
-def test_several_answers(server, openai):
+def test_several_answers(server: Client, openai: OpenAI) -> None:
     """n > 1: greedy answers are equal, sampled ones differ."""
-    messages = [{"role": "user", "content": "def main():"}]
+    messages: list[Any] = [{"role": "user", "content": "def main():"}]
     for temperature, distinct in ((0, 1), (1.5, 3)):
         answer = openai.chat.completions.create(
             model="default", messages=messages, temperature=temperature, n=3, max_tokens=30
@@ -97,21 +103,28 @@ def test_several_answers(server, openai):
         assert len({choice.message.content for choice in answer.choices}) == distinct
 
 
-def test_echo(server, openai):
+def test_echo(server: Client, openai: OpenAI) -> None:
     prompt = CODE[0].prompt
     answer = openai.completions.create(
         model="default", prompt=prompt, echo=True, temperature=0, max_tokens=8, logprobs=1
     ).choices[0]
     assert answer.text.startswith(prompt)
+    assert answer.logprobs is not None
+    assert answer.logprobs.tokens is not None
     assert len(answer.logprobs.tokens) > 8
 
 
-def test_conversation_hits_the_cache(server, reference, openai):
+def test_conversation_hits_the_cache(server: Client, reference: Client, openai: OpenAI) -> None:
     """A second turn on a prefix hit says what the target says."""
     messages = [{"role": "user", "content": WORD[1].prompt}]
     plain = OpenAI(base_url=f"{reference.url}/v1", api_key="none")
     for question in (WORD[2].prompt, WORD[3].prompt):
-        options = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 90}
+        options: dict[str, Any] = {
+            "model": "default",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 90,
+        }
         ours = openai.chat.completions.create(**options).choices[0].message.content
         assert ours == plain.chat.completions.create(**options).choices[0].message.content
         messages = [
@@ -124,7 +137,7 @@ def test_conversation_hits_the_cache(server, reference, openai):
     assert server.generate(text)["meta_info"]["cached_tokens"] > 0
 
 
-def test_session(server, reference):
+def test_session(server: Client, reference: Client) -> None:
     """A session continues its own history, as without speculation."""
 
     def talk(client: Client) -> list[str]:
@@ -143,7 +156,7 @@ def test_session(server, reference):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_and_continue(server, reference, mode):
+def test_pause_and_continue(server: Client, reference: Client, mode: str) -> None:
     """pause_generation in mid-answer changes nothing of the answer."""
     prompt = CODE[1].prompt
     expected = reference.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
@@ -162,7 +175,7 @@ def test_pause_and_continue(server, reference, mode):
     assert found == [expected]
 
 
-def test_priorities(server, reference):
+def test_priorities(server: Client, reference: Client) -> None:
     """Requests of several priorities at once: each answer its own."""
     prompts = [chat(example.prompt) for example in WORD]
     expected = [reference.generate(prompt)["output_ids"] for prompt in prompts]
@@ -184,7 +197,7 @@ def test_priorities(server, reference):
     assert [results[i] for i in range(len(prompts))] == expected
 
 
-def test_bad_requests_are_refused(server, openai):
+def test_bad_requests_are_refused(server: Client, openai: OpenAI) -> None:
     """HTTP 400 with a reason; the server goes on."""
     with pytest.raises(BadRequestError):
         openai.chat.completions.create(
@@ -204,7 +217,7 @@ def test_bad_requests_are_refused(server, openai):
     assert server.generate("x", max_new_tokens=2)["meta_info"]["completion_tokens"] == 2
 
 
-def test_sampled_answers_have_the_targets_distribution(server, reference):
+def test_sampled_answers_have_the_targets_distribution(server: Client, reference: Client) -> None:
     """1,000 answers over HTTP: their second token, the first that a block draws, chi-square."""
     prompt = "def _default_sysroot(cc):\n"
     first = reference.generate(prompt, max_new_tokens=1)
@@ -231,9 +244,9 @@ def test_sampled_answers_have_the_targets_distribution(server, reference):
     assert chisquare(observed, wanted).pvalue > 0.001, (observed, wanted)
 
 
-def test_streamed_logprobs(server, openai):
+def test_streamed_logprobs(server: Client, openai: OpenAI) -> None:
     """Each streamed token has its own top logprobs, also where a chunk brings several."""
-    ask = {
+    ask: dict[str, Any] = {
         "model": "default",
         "messages": [{"role": "user", "content": WORD[0].prompt}],
         "temperature": 0,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -54,7 +57,9 @@ def nothing(folder: Path) -> None:
     """The path does not exist."""
 
 
-BROKEN = {
+Breaking: TypeAlias = Callable[[Path], None]
+Answers: TypeAlias = dict[Breaking, subprocess.CompletedProcess[str]]
+BROKEN: dict[Breaking, str] = {
     truncated: "truncated",
     missing_shard: "gone.safetensors",
     not_a_number: "NaN or infinity in fc.weight",
@@ -66,11 +71,11 @@ BROKEN = {
 
 
 @pytest.fixture(scope="module")
-def answers(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def answers(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """The command's result on each of them, two at a time."""
     folder = tmp_path_factory.mktemp("broken")
 
-    def run(breaking):
+    def run(breaking: Breaking) -> subprocess.CompletedProcess[str]:
         breaking(folder / breaking.__name__)
         flags = ["--model-path", str(small / "target"), "--speculative-algorithm", "DFLASH"]
         return launch(*flags, "--speculative-draft-model-path", str(folder / breaking.__name__))
@@ -80,7 +85,7 @@ def answers(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("breaking", BROKEN)
-def test_a_broken_draft_is_one_line(answers, breaking):
+def test_a_broken_draft_is_one_line(answers: Answers, breaking: Breaking) -> None:
     line = refused(answers[breaking])
     assert BROKEN[breaking] in line
     assert "fetch" in line.lower() or "give" in line.lower()

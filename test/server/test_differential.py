@@ -38,7 +38,7 @@ def compared(plain: Client, flags: list[str], count: int, seed: int) -> Report:
 
 
 @pytest.mark.parametrize("name", CI)
-def test_random_requests(plain, name):
+def test_random_requests(plain: Client, name: str) -> None:
     report = compared(plain, CI[name], 150, seed=10 + list(CI).index(name))
     assert report.compared == 150
     assert len(report.features) > 25, report.features
@@ -47,7 +47,7 @@ def test_random_requests(plain, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CROSS)
-def test_random_requests_crossed(plain, name):
+def test_random_requests_crossed(plain: Client, name: str) -> None:
     report = compared(plain, CROSS[name], 100, seed=100 + list(CROSS).index(name))
     assert report.compared == 100
     assert not report.differing, [(r.number, r.features, why) for r, why in report.differing]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pytest
 import requests
@@ -15,11 +15,12 @@ from sglang_dflash.launch import Server
 from test.reference import Semantics, draft_block
 from test.server.conftest import STRICT
 from test.worker.conftest import prompt
-from test.worker.test_formats import specforge, speculators, write, zlab
+from test.worker.test_formats import Case, specforge, speculators, write, zlab
 
 FLAGS = ["--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "4"]
 TOKENS = 80
-FORMATS = {
+Reading: TypeAlias = tuple[Semantics, dict[str, torch.Tensor]]  # and the weights to read
+FORMATS: dict[str, Callable[[], Case]] = {
     "z-lab": zlab,
     "SpecForge": specforge,
     "speculators": lambda: speculators(draft_vocab=64),
@@ -32,7 +33,8 @@ def greedy(model: Qwen3ForCausalLM, ids: list[int]) -> list[int]:
     output = model.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0
     )
-    return output[0, len(ids) :].tolist()
+    continuation: list[int] = output[0, len(ids) :].tolist()
+    return continuation
 
 
 def steps_of(
@@ -55,7 +57,9 @@ def steps_of(
 
 
 @pytest.fixture(params=FORMATS)
-def served(request: Any, small: Path, tmp_path: Path) -> Iterator[tuple[Server, tuple]]:
+def served(
+    request: pytest.FixtureRequest, small: Path, tmp_path: Path
+) -> Iterator[tuple[Server, Reading]]:
     config, weights, semantics = FORMATS[request.param]()
     flags = ["--model-path", str(small / "target"), "--speculative-algorithm", "DFLASH"]
     if request.param == "speculators as --model-path":
@@ -68,7 +72,7 @@ def served(request: Any, small: Path, tmp_path: Path) -> Iterator[tuple[Server, 
         yield server, (semantics, weights)
 
 
-def test_server_of_a_format(served, small):
+def test_server_of_a_format(served: tuple[Server, Reading], small: Path) -> None:
     server, (semantics, weights) = served
     model = Qwen3ForCausalLM.from_pretrained(small / "target", dtype=torch.float32).eval()
     for seed in (1, 2):

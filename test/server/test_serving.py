@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import pytest
 import requests
@@ -24,6 +25,7 @@ CONFIGURATIONS = {
 
 
 IN_CI = ("page16-chunk32", "page256-noradix", "tp2")
+Mixed: TypeAlias = list[tuple[str, dict[str, Any]]]  # prompts and the target's answers
 
 
 @pytest.fixture(
@@ -34,7 +36,7 @@ IN_CI = ("page16-chunk32", "page256-noradix", "tp2")
     ],
     ids=str,
 )
-def server(request) -> Iterator[tuple[str, Client]]:
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Client]]:
     with running(*CONFIGURATIONS[request.param], *FULL, dflash=True) as client:
         yield request.param, client
 
@@ -50,11 +52,11 @@ def mixed_prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def mixed(reference) -> list[tuple[str, dict]]:
+def mixed(reference: Client) -> Mixed:
     return [(prompt, reference.generate(prompt, max_new_tokens=96)) for prompt in mixed_prompts()]
 
 
-def visible(answer: dict) -> tuple:
+def visible(answer: dict[str, Any]) -> tuple[Any, ...]:
     meta = answer["meta_info"]
     return (
         answer["text"],
@@ -65,7 +67,7 @@ def visible(answer: dict) -> tuple:
     )
 
 
-def test_concurrent_requests_equal_the_target(server, mixed):
+def test_concurrent_requests_equal_the_target(server: tuple[str, Client], mixed: Mixed) -> None:
     _, client = server
     answers = client.generate_many([prompt for prompt, _ in mixed], max_new_tokens=96)
     for answer, (_, expected) in zip(answers, mixed, strict=True):
@@ -76,12 +78,12 @@ def test_concurrent_requests_equal_the_target(server, mixed):
     client.flush()
 
 
-def trace(answer: dict) -> tuple:
+def trace(answer: dict[str, Any]) -> tuple[Any, ...]:
     meta = answer["meta_info"]
     return meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"], answer["output_ids"]
 
 
-def test_prefix_hits_keep_the_accept_trace(server, mixed):
+def test_prefix_hits_keep_the_accept_trace(server: tuple[str, Client], mixed: Mixed) -> None:
     """B1, B3: whole, partial and inside-a-page hits accept what a cold prefill accepts."""
     name, client = server
     prompt = max((p for p, _ in mixed if p.startswith("<|im_start|>")), key=len)
@@ -98,7 +100,7 @@ def test_prefix_hits_keep_the_accept_trace(server, mixed):
             assert warm["meta_info"]["cached_tokens"] > 0
 
 
-def test_abort_in_mid_block(server, mixed):
+def test_abort_in_mid_block(server: tuple[str, Client], mixed: Mixed) -> None:
     """An aborted request leaves nothing behind: the next ones answer as before."""
     _, client = server
     rid = f"abort-{random.random()}"
@@ -121,7 +123,7 @@ def test_abort_in_mid_block(server, mixed):
     client.flush()
 
 
-def test_release_resume_and_weight_update(server, mixed):
+def test_release_resume_and_weight_update(server: tuple[str, Client], mixed: Mixed) -> None:
     """B25: weights updated from disk, memory released and resumed: the same accept trace."""
     _, client = server
     prompt, expected = mixed[1]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import psutil
 import pytest
@@ -47,7 +48,7 @@ def expected(reference: Client) -> list[list[int]]:
     return [reference.generate(prompt)["output_ids"] for prompt in PROMPTS]
 
 
-def test_sglang_serve(expected):
+def test_sglang_serve(expected: list[list[int]]) -> None:
     """Our worker answers, with no further flag and no environment variable; KV is bounded."""
     unset = [f"--unset={name}" for name in set(os.environ) - set(clean_environment())]
     sglang = ["env", *unset, str(Path(sys.executable).with_name("sglang")), "serve"]
@@ -82,7 +83,7 @@ ENGINE = """
 """
 
 
-def test_engine(expected, tmp_path):
+def test_engine(expected: list[list[int]], tmp_path: Path) -> None:
     """`sglang.Engine` runs our worker in a script that knows nothing of us."""
     script = tmp_path / "engine.py"
     given = {"target": str(TARGET), "draft": str(DRAFT), "prompts": PROMPTS, "port": free_port()}
@@ -137,7 +138,9 @@ WHOSE = """
         ),
     ],
 )
-def test_whitelist_gives_the_built_in_back(whitelist, worker, judge, sources):
+def test_whitelist_gives_the_built_in_back(
+    whitelist: str, worker: str, judge: str, sources: list[str]
+) -> None:
     """SGLANG_PLUGINS without dflash: SGLang's own worker, and none of our hooks on DFLASH."""
     done = subprocess.run(
         [sys.executable, "-c", dedent(WHOSE)],
@@ -172,7 +175,7 @@ def breakages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
 
 
 @pytest.mark.parametrize("why", ["no hook on", "SGLang is"])
-def test_half_a_plugin_refuses_dflash(breakages, why):
+def test_half_a_plugin_refuses_dflash(breakages: dict[str, dict[str, str]], why: str) -> None:
     """One line that says why, and a status that is not 0: never the built-in in our name."""
     [(named, environment)] = [item for item in breakages.items() if item[0].startswith(why)]
     done = subprocess.run(
@@ -188,13 +191,15 @@ def test_half_a_plugin_refuses_dflash(breakages, why):
     assert named in ours[0]
 
 
-def test_half_a_plugin_refuses_nothing_else(breakages, expected):
+def test_half_a_plugin_refuses_nothing_else(
+    breakages: dict[str, dict[str, str]], expected: list[list[int]]
+) -> None:
     """The same machine, broken in two ways, serves the target without speculation."""
     with running(dflash=False, environment=breakages["all"]) as client:
         assert client.generate(PROMPTS[0])["output_ids"] == expected[0]
 
 
-def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch):
+def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """NGRAM is past our guard where DFLASH is not: what stops it on a CPU is SGLang's own check."""
     monkeypatch.setattr(plugin, "missing_parts", lambda: ["no hook on it"])
     arguments = {"model_path": str(TARGET), "device": "cpu"}
@@ -204,7 +209,7 @@ def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch):
         ServerArgs(speculative_algorithm="NGRAM", **arguments)
 
 
-def test_small_pool_retracts_over_http(reference):
+def test_small_pool_retracts_over_http(reference: Client) -> None:
     """32 at once on KV for a few: some are retracted, all get the target's own tokens."""
     prompts = mixed_prompts()
     options = {"max_new_tokens": 128, "ignore_eos": True}
@@ -218,7 +223,7 @@ def test_small_pool_retracts_over_http(reference):
     assert "Retract requests" in log
 
 
-LIMITS = {
+LIMITS: dict[str, tuple[dict[str, Any], int]] = {
     "bytes, both pools": ({"dflash": True}, 2 * 10**9 // KV),
     "bytes, no draft": ({}, 2 * 10**9 // 20_480),
     "bytes, bf16": ({"dtype": "bfloat16", "dflash": True}, 2 * 10**9 // (KV // 2)),
@@ -230,7 +235,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_default_size_of_the_kv_pools(case, caplog):
+def test_default_size_of_the_kv_pools(case: str, caplog: pytest.LogCaptureFixture) -> None:
     """On CPU min(SGLang's value, requests x context length, 2 GB), and a line in the log."""
     given, wanted = LIMITS[case]
     given = {"dtype": "float32", **given}
@@ -269,7 +274,8 @@ class Demo:
 
     @property
     def leftover(self) -> list[psutil.Process]:
-        return psutil.wait_procs(self.family, timeout=5)[1]
+        left: list[psutil.Process] = psutil.wait_procs(self.family, timeout=5)[1]
+        return left
 
 
 @pytest.fixture
@@ -280,7 +286,7 @@ def demo() -> Iterator[Demo]:
         process.kill()
 
 
-def test_demo(demo):
+def test_demo(demo: Demo) -> None:
     """One line of JSON, every answer the target's own, no process left."""
     demo.watch(900)
     out, err = demo.process.communicate(timeout=10)
@@ -301,7 +307,7 @@ def test_demo(demo):
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)],
     ids=lambda s: s.name,
 )
-def test_interrupted_demo_leaves_nothing(demo, how):
+def test_interrupted_demo_leaves_nothing(demo: Demo, how: signal.Signals) -> None:
     """Ended while a server starts: the server's processes, and so its ports, are gone too."""
     demo.watch(300, until=4)
     demo.process.send_signal(how)
@@ -356,7 +362,9 @@ APART = """
 """
 
 
-def test_ranks_that_round_differently_stay_together(expected, tmp_path):
+def test_ranks_that_round_differently_stay_together(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
     """B9: near-ties fall otherwise on rank 1, yet both ranks draft, accept and commit the same."""
     environment = {"PYTHONPATH": str(distribution(tmp_path, "apart", "1.0", APART))}
     environment["NOTES"] = str(tmp_path)

@@ -60,7 +60,8 @@ class Kit:
 )
 def dflash(request: pytest.FixtureRequest) -> bool:
     """The side: a DFLASH server, or the same install without speculation."""
-    return request.param
+    side: bool = request.param
+    return side
 
 
 @pytest.fixture(scope="package")

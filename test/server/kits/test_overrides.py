@@ -11,7 +11,7 @@ from test.server.kits.conftest import Kit
 LIMITS = Path(__file__).parents[3] / "docs" / "limits.md"
 
 
-def overrides() -> dict[str, str]:
+def overrides() -> dict[str, str | None]:
     """`Kit.test` -> reason, of every test or helper whose place is taken by one of ours."""
     found = {}
     for cls in vars(test_kits).values():
@@ -24,7 +24,7 @@ def overrides() -> dict[str, str]:
     return found
 
 
-def test_every_override_is_listed_with_its_reason():
+def test_every_override_is_listed_with_its_reason() -> None:
     section = LIMITS.read_text().split("## SGLang's kits\n")[1].split("\n## ")[0]
     rows = [
         line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
