@@ -1,4 +1,4 @@
-"""Start a real SGLang server as a child process and end it, whatever happens."""
+"""Start a real SGLang server as a child process, and end it in every case."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import requests
 START_SECONDS = 600
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
-SECOND_PORT = 10_000  # SGLang listens there as well, counted from the first
-PORTS = range(12_000, 22_000)  # both lie below the ports that outgoing connections are given
-# SGLang seeds the common generator, alike in any two processes.
+SECOND_PORT = 10_000  # SGLang also listens on the first port plus this
+PORTS = range(12_000, 22_000)  # both are below the ports of outgoing connections
+# SGLang seeds the common generator of `random` with the same value in every process.
 _untried = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
 _leases: int | None = None  # kept open: a lock lasts as long as its process
 
@@ -33,8 +33,9 @@ _leases: int | None = None  # kept open: a lock lasts as long as its process
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that is free now, and so is its second port.
 
-    No process of this user that asks here is given it again while this one runs: a server binds its
-    ports long after they were chosen, so each is a locked byte of a file that all processes share.
+    A server binds its ports long after they are chosen. So each chosen port is a locked byte of a
+    file that all processes share. While this process runs, this function returns the port to no
+    other process of this user.
     """
     global _leases
     if _leases is None:
@@ -50,14 +51,15 @@ def free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """In the child: end when the parent is killed and can end nothing any more (Linux)."""
+    """In the child: end when the parent is killed, because it cannot end the child then (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def interrupt_on_signals() -> None:
-    """SIGTERM interrupts a command as Ctrl-C does, so that its servers are ended, too.
+    """Let SIGTERM interrupt a command as Ctrl-C does, so that its servers are ended, too.
 
-    Python drops what a signal's handler raises while a finaliser runs: then it is sent once more.
+    Python drops an exception that a signal handler raises while a finaliser runs. In that case the
+    signal is sent again.
     """
 
     def interrupt(*_: object) -> None:
@@ -74,13 +76,14 @@ def interrupt_on_signals() -> None:
 
 
 class ServerFailed(RuntimeError):
-    """The server did not come up; the message ends with its log."""
+    """The server did not start. The message ends with the end of its log."""
 
 
 class Server:
     """`with Server(["--model-path", ...]) as server:` gives `server.url`, ready to serve.
 
-    The log goes to `server.log`. Leaving ends the server and all its children by their ids.
+    The log goes to `server.log`. Leaving the block ends the server and all its children by their
+    ids.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         self._waiting = waiting
-        # SGLang would choose the second one itself, and bind it many seconds later.
+        # SGLang would choose the NCCL port itself, and bind it many seconds later.
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         listen += ["--nccl-port", str(free_port())]
         with self.log.open("w") as log:
@@ -123,29 +126,26 @@ class Server:
             self._waiting(elapsed)
             if self._process.poll() is not None:
                 raise ServerFailed(f"The server exited.\n{self.tail()}")
-            try:
+            with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health_generate", timeout=30).status_code == 200:
                     return
-            except requests.RequestException:
-                time.sleep(0.5)
+            time.sleep(0.5)
         raise ServerFailed(f"The server was not ready in {START_SECONDS} s.\n{self.tail()}")
 
     def stop(self) -> None:
-        """End the server and its children; safe to call twice."""
-        try:
-            family = psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            family = []
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for child in family:
-            if child.is_running():
-                child.kill()
-        psutil.wait_procs(family, timeout=10)
+        """End the server and its children; safe to call twice.
+
+        They are killed: SGLang waits for seconds when it is asked to end, and keeps nothing.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            server.suspend()  # so that it starts no further child
+            family = [server, *server.children(recursive=True)]
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(family, timeout=10)
+        self._process.wait()
 
     @property
     def alive(self) -> bool:
