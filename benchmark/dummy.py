@@ -1,6 +1,6 @@
 """Configs of a Qwen3-8B-shaped target and its block-16 draft, for `--load-format dummy`.
 
-Weights are random then, so acceptance has to be simulated; the time of a step needs no more.
+The weights are then random, so acceptance must be simulated. The time of a step does not need more.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def configs(layers: int, width_divisor: int) -> dict[str, dict[str, Any]]:
-    """`config.json` of "target" and "draft"; fewer layers and a narrower width shrink both."""
+    """`config.json` of "target" and "draft". Fewer layers or less width make both smaller."""
     shape: dict[str, Any] = {**COMMON, **SHAPE}
     shape["hidden_size"] //= width_divisor
     shape["intermediate_size"] //= width_divisor
     shape["num_attention_heads"] = max(8, shape["num_attention_heads"] // width_divisor)
-    ids = [i for i in TARGET_LAYER_IDS if i < layers - 1]  # the built-in reads no last layer
+    ids = [i for i in TARGET_LAYER_IDS if i < layers - 1]  # the built-in cannot read the last layer
     target = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers, **shape}
     draft = {
         "architectures": ["DFlashDraftModel"],
@@ -63,7 +63,7 @@ def configs(layers: int, width_divisor: int) -> dict[str, dict[str, Any]]:
 
 
 def tokenizer() -> dict[str, Any]:
-    """The bundled tokenizer with a word for every other id, since random weights draw them all."""
+    """The bundled tokenizer, with words for the other ids, because random weights draw any id."""
     found: dict[str, Any] = json.loads((TARGET / "tokenizer.json").read_text())
     words = found["model"]["vocab"]
     known = set(words.values()) | {token["id"] for token in found["added_tokens"]}

@@ -1,6 +1,6 @@
-"""Makes both plugins findable without an installer, where a GPU machine has none.
+"""Makes both plugins findable on a GPU machine that has no installer.
 
-SGLang finds plugins by the entry points of installed distributions, not by a bare PYTHONPATH.
+SGLang finds plugins by the entry points of installed distributions. PYTHONPATH alone is not enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUP = "sglang.srt.plugins"
 
 
 def write(site: Path) -> None:
-    """A `*.dist-info` in `site` for each distribution whose plugins are not installed."""
+    """Write a `*.dist-info` to `site` for each distribution whose plugins are not installed."""
     site.mkdir(parents=True, exist_ok=True)
     installed = entry_points(group=GROUP).names
     for folder in (ROOT, ROOT / "benchmark" / "builtin_cpu"):

@@ -1,8 +1,8 @@
-"""Are all tokens the target's own? Greedy answers with DFLASH against those without speculation.
+"""Compares greedy answers with DFLASH with those without speculation.
 
-In fp32 every answer must be equal. In bf16 a forward of one row and one of many round differently,
-so two answers may part where two tokens are all but equally likely: each such place is shown with
-the target's own margin, in nats, between the tokens that were chosen there.
+In fp32 every answer must be equal. In bf16, a forward of one row and a forward of many rows round
+differently. So two answers may differ from a place on where two tokens are nearly equally likely.
+Each such place is shown with the target's own margin, in nats, between the two chosen tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def answers(url: str, prompts: list[str], max_tokens: int, logprobs: bool) -> li
 
 
 def parting(ours: dict[str, Any], target: dict[str, Any]) -> dict[str, Any] | None:
-    """Where two answers part, and how close the target's choice was; None if they are equal."""
+    """The first place where two answers differ, and the target's margin. None if they are equal."""
     if ours["output_ids"] == target["output_ids"]:
         return None
     pairs = zip(ours["output_ids"], target["output_ids"], strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if position is None:  # one is the beginning of the other
+    if position is None:  # one is a prefix of the other
         return {"position": min(len(ours["output_ids"]), len(target["output_ids"]))}
     logprob = {
         token: value for value, token, _ in target["meta_info"]["output_top_logprobs"][position]
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--near-tie", type=float, default=NEAR_TIE, help="nats, where not fp32")
+    parser.add_argument("--near-tie", type=float, default=NEAR_TIE, help="nats, if not fp32")
     add_server_options(parser)
     add_axes(parser, several=False)
     args = parser.parse_args(argv)

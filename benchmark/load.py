@@ -1,6 +1,6 @@
-"""Load on one server at a fixed concurrency, by a client that costs little.
+"""Load on one server at a fixed concurrency, from a client that uses little CPU.
 
-The `openai` client takes 3.6 ms of CPU for an answer, this one 0.1 (docs/benchmarks.md).
+The `openai` client takes 3.6 ms of CPU per answer, this one takes 0.1 ms (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=1800)
 
 @dataclass(frozen=True)
 class Settings:
-    """How every prompt is asked."""
+    """The settings of every request."""
 
     concurrency: int
     max_tokens: int
@@ -36,16 +36,16 @@ class Answer:
     tokens: int
     meta: dict[str, Any] = field(default_factory=dict)  # SGLang's meta_info; empty if streamed
     first_s: float = 0.0  # time to first token, streamed
-    gaps: list[float] = field(default_factory=list)  # seconds a token after the first, streamed
+    gaps: list[float] = field(default_factory=list)  # seconds per token after the first, streamed
 
 
 def accept_length(answers: list[Answer]) -> float:
-    """Tokens that a verify step commits; the first of an answer comes from prefill. Else 1."""
+    """Tokens per verify step, without an answer's first one, which prefill gives. 1 if no steps."""
     return _tokens_a_step([(answer.tokens, answer.meta) for answer in answers])
 
 
 def accept_length_of(metas: list[dict[str, Any]]) -> float:
-    """The same of answers that are known by their meta_info alone."""
+    """The accept length of answers of which only the meta_info is known."""
     return _tokens_a_step([(meta["completion_tokens"], meta) for meta in metas])
 
 
@@ -55,12 +55,12 @@ def _tokens_a_step(answers: list[tuple[int, dict[str, Any]]]) -> float:
 
 
 def answer_all(url: str, prompts: list[Prompt], settings: Settings) -> tuple[list[Answer], float]:
-    """Whole answers with meta_info, and the seconds that all took."""
+    """Whole answers with meta_info, and the seconds that all of them took."""
     return asyncio.run(_all(url, prompts, settings, _whole))
 
 
 def stream_all(url: str, prompts: list[Prompt], settings: Settings) -> list[Answer]:
-    """Streamed answers: what a user sees of latency."""
+    """Streamed answers, with the latency that a user sees."""
     return asyncio.run(_all(url, prompts, settings, _streamed))[0]
 
 
@@ -72,7 +72,7 @@ async def _all(
 ) -> tuple[list[Answer], float]:
     turn = asyncio.Semaphore(settings.concurrency)
     connections = aiohttp.TCPConnector(limit=0)
-    base = f"{url}/"  # under which aiohttp looks for paths without a slash
+    base = f"{url}/"  # aiohttp appends paths that begin without a slash
     async with aiohttp.ClientSession(base, connector=connections, timeout=TIMEOUT) as client:
 
         async def one(prompt: Prompt) -> Answer:
@@ -85,7 +85,7 @@ async def _all(
 
 
 async def _whole(client: aiohttp.ClientSession, prompt: Prompt, settings: Settings) -> Answer:
-    if not prompt.chat:  # only the native endpoint tells about a raw prompt's acceptance
+    if not prompt.chat:  # only the native endpoint reports acceptance for a raw prompt
         sampling: dict[str, Any] = {"temperature": settings.temperature}
         sampling |= {"max_new_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         raw = await _asked(client, "generate", {"text": prompt.text, "sampling_params": sampling})
@@ -98,7 +98,7 @@ async def _whole(client: aiohttp.ClientSession, prompt: Prompt, settings: Settin
 
 
 async def _streamed(client: aiohttp.ClientSession, prompt: Prompt, settings: Settings) -> Answer:
-    """`continuous_usage_stats` counts the tokens of each chunk; a step commits several."""
+    """`continuous_usage_stats` counts the tokens of each chunk, because a step commits several."""
     path, body = _request(prompt, settings)
     usage = {"include_usage": True, "continuous_usage_stats": True}
     started = last = time.perf_counter()
@@ -128,26 +128,26 @@ async def _asked(client: aiohttp.ClientSession, path: str, body: dict[str, Any])
 async def _chunks(
     client: aiohttp.ClientSession, path: str, body: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events, up to the one that says that there are no more."""
+    """Server-sent events, up to the one that ends the stream."""
     async with client.post(path, json=body) as reply:
         await _raise_for_status(reply)
         async for line in reply.content:
             data = line.removeprefix(b"data: ").strip()
             if data and data != b"[DONE]":
                 chunk: dict[str, Any] = json.loads(data)
-                if "error" in chunk:  # with HTTP 200: the answer has begun
+                if "error" in chunk:  # with HTTP 200, because the answer has begun
                     raise RuntimeError(chunk["error"])
                 yield chunk
 
 
 async def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
-    """What the server says is wrong, instead of its status alone."""
+    """Raise an error with the text of the server's answer, not only with its status."""
     if not reply.ok:
         raise RuntimeError(f"HTTP {reply.status}: {(await reply.text())[:500]}")
 
 
 def _request(prompt: Prompt, settings: Settings) -> tuple[str, dict[str, Any]]:
-    """Path and body of what OpenAI's API calls a chat completion, or a completion."""
+    """Path and body of a chat completion or a completion of OpenAI's API."""
     body: dict[str, Any] = {
         "model": "default",
         "max_tokens": settings.max_tokens,

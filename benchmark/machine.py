@@ -1,4 +1,4 @@
-"""Where a measurement was taken, and with what."""
+"""The machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hardware() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_1m": round(os.getloadavg()[0], 2),  # before the run: others make timings noise
+        "load_1m": round(os.getloadavg()[0], 2),  # before the run: other load makes timings noisy
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
@@ -46,7 +46,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """$COMMIT, else the checkout's, with + where files differ from it; "unknown" outside of one."""
+    """$COMMIT, else the checkout's, with + if files differ. "unknown" without a checkout."""
     if given := os.environ.get("COMMIT"):
         return given
     root = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Draws what `benchmark.sweep` and `benchmark.step_cost` wrote, as PNG and SVG, from JSON alone."""
+"""Plots the JSON files of `benchmark.sweep` and `benchmark.step_cost`, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def speed_up(ax: Axes, points: list[dict[str, Any]]) -> None:
 
 
 def speed_against_latency(ax: Axes, points: list[dict[str, Any]]) -> None:
-    """Output tok/s against the median time between tokens; a point a concurrency."""
+    """Output tok/s against the median time between tokens, one point per concurrency."""
     for side in report.sides(points):
         mine = [p for p in points if p["side"] == side and "itl_p50_ms" in p.get("latency", {})]
         gaps = [point["latency"]["itl_p50_ms"] for point in mine]
@@ -63,7 +63,7 @@ def acceptance(ax: Axes, points: list[dict[str, Any]]) -> None:
 
 
 def step_split(ax: Axes, rows: list[dict[str, Any]]) -> None:
-    """Where the time of a decode step goes, stacked."""
+    """The parts of a decode step's time, stacked."""
     names = [f"{row['side']} {row['batch']} x {row['context']}" for row in rows]
     below = [0.0] * len(rows)
     for part in PARTS:
@@ -90,7 +90,7 @@ def _figure(draw: Draw, rows: list[dict[str, Any]], title: str) -> Figure:
 
 
 def figures(data: dict[str, Any]) -> dict[str, Figure]:
-    """Every figure that a file can give, by name."""
+    """All figures of a file, by name."""
     if "rows" in data:
         title = f"A decode step; acceptance {data['versions']['acceptance']}"
         return {"step": _figure(step_split, data["rows"], title)} if data["rows"] else {}

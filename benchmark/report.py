@@ -16,7 +16,7 @@ CONFIGURATION = (
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Speed, latency and acceptance, a block of tables for every configuration."""
+    """Speed, latency and acceptance: tables for each configuration."""
     parts = [_heading(data)]
     for configuration, points in groups(data["points"]):
         parts += [f"### {title(configuration)}", _speed(points), _latency(points)]
@@ -38,7 +38,7 @@ def groups(points: list[dict[str, Any]]) -> Iterable[tuple[tuple[Any, ...], list
 
 
 def sides(points: list[dict[str, Any]]) -> dict[str, int]:
-    """The sides that occur, in the order in which they are shown."""
+    """The sides that occur, in the order in which the tables show them."""
     present = {point["side"] for point in points}
     return {
         side: i for i, side in enumerate([*ORDER, *sorted(present - {*ORDER})]) if side in present
@@ -51,7 +51,7 @@ def title(configuration: tuple[Any, ...]) -> str:
 
 
 def speed(point: dict[str, Any]) -> float:
-    """Median output tokens a second."""
+    """Median output tokens per second."""
     return median_and_spread([run["tok_s"] for run in point["repeats"]])[0]
 
 
@@ -121,7 +121,7 @@ def _latency(points: list[dict[str, Any]]) -> str:
 
 
 def _acceptance(points: list[dict[str, Any]]) -> str:
-    """Of the last repeat at the lowest concurrency, every workload by itself."""
+    """The acceptance of each workload, in the last repeat at the lowest concurrency."""
     lowest = min(point["concurrency"] for point in points)
     rows = []
     for point in (p for p in points if p["concurrency"] == lowest):

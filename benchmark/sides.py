@@ -1,4 +1,4 @@
-"""The sides of a comparison: how each server is started, and that none is left behind."""
+"""The sides of a comparison: starts the server of each side, and ends all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_axes(parser: argparse.ArgumentParser, several: bool) -> None:
-    """What servers are compared at; `several` takes comma-separated lists."""
+    """The options by which servers differ. With `several` they take comma-separated lists."""
 
     def axis(name: str, kind: type, default: object, note: str = "") -> None:
         def values(text: str) -> list[object]:
@@ -56,7 +56,7 @@ def add_axes(parser: argparse.ArgumentParser, several: bool) -> None:
         )
 
     axis("--block-size", int, None, "default: the checkpoint's")
-    axis("--verify-width", str, None, "of ours: full, auto or a number; default: the server's")
+    axis("--verify-width", str, None, "for ours: full, auto or a number; default: the server's")
     axis("--tp", int, 1)
     axis("--page-size", int, 1)
     axis("--attention-backend", str, None)
@@ -68,7 +68,7 @@ def make_side(
     accept_length: float = 0.0,
     step_times: Path | None = None,
 ) -> Side:
-    """`accept_length` > 0 simulates acceptance; `step_times` is where step timers write."""
+    """`accept_length` > 0 simulates acceptance. Step timers write to the file `step_times`."""
     flags = ["--model-path", str(args.model), "--dtype", args.dtype, "--sleep-on-idle"]
     flags += ["--max-total-tokens", str(args.max_total_tokens)]
     flags += ["--max-running-requests", str(args.max_running_requests)]
@@ -105,11 +105,11 @@ def make_side(
 def serving(
     sides: list[Side], failed: Callable[[str, ServerFailed], None] | None = None
 ) -> Iterator[dict[str, Server]]:
-    """All servers, ended however the block is left.
+    """Start all servers, and end them however the block is left.
 
-    On a GPU they start at the same time. On a CPU they start one after another: they share its
-    cores, and ours measures step times while it starts. A side that does not start is reported to
-    `failed` and left out; without it, it ends the run.
+    On a GPU they start at the same time. On a CPU they start one after another, because they share
+    its cores and ours measures step times at startup. If a side does not start, `failed` is called
+    and the side is left out. Without `failed`, the run ends.
     """
     with contextlib.ExitStack() as stack:
         servers = {}

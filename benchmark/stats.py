@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """Linear between the two nearest values; p from 0 to 100."""
+    """Interpolates linearly between the two nearest values. p is from 0 to 100."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * p / 100
     low = int(at)

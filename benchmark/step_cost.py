@@ -1,6 +1,6 @@
-"""Time of one decode step and of its parts: ours, the built-in's, and none.
+"""Time of one decode step and of its parts, for ours, the built-in and no speculation.
 
-Servers of one environment take turns; accept lengths are SIMULATED, so both do equal work.
+Servers of one environment take turns. Accept lengths are SIMULATED, so both do equal work.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WARM_UP_STEPS = 3  # of every batch
 
 
 class Timed:
-    """A server whose step timers write to a file of their own."""
+    """A server whose step timers write to their own file."""
 
     def __init__(self, server: Server, times: Path) -> None:
         self._server, self._times = server, times
 
     def flush(self) -> None:
-        """Forget earlier prompts, so that no step has to make room."""
+        """Flush the cache, so that no step has to evict earlier prompts."""
         requests.post(f"{self._server.url}/flush_cache", timeout=60).raise_for_status()
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict[str, Any]], float]:
@@ -61,8 +61,8 @@ class Timed:
 def split(step: dict[str, float]) -> dict[str, float]:
     """Parts of a step that add up to it, in ms.
 
-    Where scheduling overlaps the device (no speculation on CUDA), the worker returns before the
-    target has run: no host time is left then, and the rest of the step is the scheduler's.
+    If scheduling overlaps the device (no speculation on CUDA), the worker returns before the target
+    has run. Then no host time is left, and the rest of the step counts as the scheduler's.
     """
     device = step["draft_ms"] + step["verify_ms"] + step["context_kv_ms"]
     host = max(0.0, step["worker_ms"] - device)
@@ -71,12 +71,12 @@ def split(step: dict[str, float]) -> dict[str, float]:
 
 
 def tokens_of(steps: int, accept_length: float, width: int) -> int:
-    """What a request generates in prefill and `steps` steps of the simulated sequence."""
+    """Tokens that a request gets in prefill and in `steps` steps of the simulated sequence."""
     return 1 + sum(simulated_commit(step, accept_length, width) for step in range(steps))
 
 
 def points(args: argparse.Namespace, room: int, console: Console) -> list[tuple[int, int]]:
-    """The (batch, context) pairs that fit, room tokens a request being added to its context."""
+    """The (batch, context) pairs that fit if each request adds `room` tokens to its context."""
     config = json.loads((args.model / "config.json").read_text())
     limit = config["max_position_embeddings"] - room
     fitting: list[tuple[int, int]] = []
@@ -95,7 +95,7 @@ def points(args: argparse.Namespace, room: int, console: Console) -> list[tuple[
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of each point, all sides, as they are measured."""
+    """Measure each point, and yield its rows, one per side."""
     width = args.block_size or load_config(str(args.draft)).block_size
     new_tokens = {
         side: args.steps + 1 if side == "none" else tokens_of(args.steps, args.accept_length, width)
@@ -155,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="decode steps of a request")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--out", type=Path, help="write the JSON to a file as it goes, too")
+    parser.add_argument("--out", type=Path, help="also write the JSON to a file after each point")
     add_server_options(parser)
     add_axes(parser, several=False)
     return parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """Speed-up, acceptance and accuracy, side by side: no speculation, the built-in DFLASH, and ours.
 
-All servers of a configuration are up at once and take turns on the same prompts, unless told to
-run apart. Whole answers give speed, acceptance and accuracy; a streamed pass gives latency. Results
-are written as they come.
+All servers of a configuration run at once and take turns with the same prompts, except with
+--apart. Whole answers give speed, acceptance and accuracy. A streamed pass gives latency. Each
+result is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_SAMPLING = "off CUDA the built-in verifies by argmax, whatever the temperatur
 
 
 class Results:
-    """A JSON file that is whole after every point, and goes on where it stopped."""
+    """A JSON file that is complete after every point. A later run continues where it stopped."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Results:
 
 
 def acceptance(answers: list[Answer]) -> dict[str, Any]:
-    """accept_length, and per_position[p - 1]: share of steps that accepted position p's draft."""
+    """accept_length, and per_position[p - 1]: the share of steps that accepted draft p."""
     steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
     histograms = [answer.meta.get("spec_correct_drafts_histogram", []) for answer in answers]
     counts = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
@@ -70,7 +70,7 @@ def acceptance(answers: list[Answer]) -> dict[str, Any]:
 
 
 def accuracy(prompts: list[Prompt], answers: list[Answer]) -> float | None:
-    """Share of right answers, of those that can be judged."""
+    """The share of right answers among those that can be judged."""
     right = [p.is_right(a.text) for p, a in zip(prompts, answers, strict=True) if p.is_right]
     return sum(right) / len(right) if right else None
 
@@ -95,7 +95,7 @@ def timed_run(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, 
 
 
 def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, float]:
-    """Time to first token, and between tokens (a chunk's gap is shared by its tokens), in ms."""
+    """Time to first token and between tokens, in ms. The tokens of a chunk share its gap."""
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     answers = stream_all(url, prompts, settings)
     times = {"ttft": [answer.first_s for answer in answers]}
@@ -109,7 +109,7 @@ def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, fl
 
 
 def prompt_sets(args: argparse.Namespace) -> dict[str, list[Prompt]]:
-    """Prompts by name; `--mix` makes one set of all, in an order that the seed fixes."""
+    """Prompts by name. `--mix` makes one set of all, in an order that depends on the seed."""
     sets = dict(workloads.load(source, args.prompts, args.seed) for source in args.data)
     if not args.mix:
         return sets
@@ -129,7 +129,7 @@ def configurations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 class Sweep:
-    """One run of the command: all configurations, each with servers of its own."""
+    """One run of the command: all configurations, each with its own servers."""
 
     def __init__(self, args: argparse.Namespace, results: Results, console: Console) -> None:
         self._args, self._results, self._console = args, results, console
@@ -137,7 +137,7 @@ class Sweep:
         self._names = list(dict.fromkeys([*args.sides, *self._given]))
         self._sets = prompt_sets(args)
         self._rng = random.Random(args.seed)
-        self.broken: list[str] = []  # sides that did not start and should have
+        self.broken: list[str] = []  # sides that should start and did not
 
     def run(self) -> None:
         for axes in configurations(self._args):
@@ -174,7 +174,7 @@ class Sweep:
                 self._points(self._given | {n: s.url for n, s in servers.items()}, todo)
 
     def _points(self, urls: dict[str, str], todo: list[dict[str, Any]]) -> None:
-        """All points of these servers, behind a warm-up of each."""
+        """Measure all points of these servers, after a warm-up of each."""
         if not urls:
             return
         warm_up = settings_at(self._args, WARM_UP_PROMPTS, 0.0)
@@ -185,9 +185,9 @@ class Sweep:
             self._point(urls, point)
 
     def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
-        """All repeats of all sides at one point, taking turns in shuffled order.
+        """Measure all repeats of all sides at one point. The sides take turns in shuffled order.
 
-        A point that is interrupted is kept as far as it came, and measured anew when gone on with.
+        If a point is interrupted, its repeats so far are kept, and a later run measures it again.
         """
         settings = settings_at(self._args, point["concurrency"], point["temperature"])
         prompts = self._sets[point["workload"]]
@@ -215,7 +215,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(prog="python -m benchmark.sweep", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON; goes on where it stopped")
+    parser.add_argument("--out", type=Path, required=True, help="JSON; a later run continues it")
     parser.add_argument(
         "--sides",
         type=names,
@@ -223,7 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of none, builtin, ours, ngram, eagle3",
     )
     parser.add_argument(
-        "--base-url", action="append", default=[], metavar="SIDE=URL", help="a server that runs"
+        "--base-url", action="append", default=[], metavar="SIDE=URL", help="a running server"
     )
     parser.add_argument(
         "--data",
@@ -234,13 +234,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mix", action="store_true", help="all data sets as one load")
     parser.add_argument("--prompts", type=int, default=64, help="of each data set")
     parser.add_argument(
-        "--per-slot", type=int, default=0, help="at most so many prompts times concurrency"
+        "--per-slot", type=int, default=0, help="use at most this many prompts times concurrency"
     )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ignore-eos", action="store_true", help="for random weights")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--apart", action="store_true", help="one server at a time, where memory holds no more"
+        "--apart", action="store_true", help="one server at a time, if memory does not hold more"
     )
     parser.add_argument(
         "--concurrency", type=lambda t: [int(c) for c in names(t)], default=[1, 2, 4, 8, 16, 32]
@@ -257,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What must be equal for a file to be gone on with; paths are told by their last part."""
+    """The settings that must be equal to continue a file. Paths count by their last part."""
     told = {key: value for key, value in vars(args).items() if key != "out"}
     told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
     untold = {"model", "draft", "eagle3"} | (set() if args.apart else {"apart"})

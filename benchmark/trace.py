@@ -1,6 +1,6 @@
-"""A profiler trace of ten decode steps of a server under a steady load, and what it says.
+"""A profiler trace of ten decode steps of a server under a steady load, and a summary of it.
 
-Acceptance is simulated, so all sides do equal work. Servers run one at a time. The trace itself is
+Acceptance is simulated, so all sides do equal work. Servers run one at a time. The trace has
 Chrome's format (gzip).
 """
 

@@ -1,7 +1,7 @@
-"""Prompts, and how their answers are judged.
+"""Prompts, and the rules that judge their answers.
 
-The bundled pair's own held-out prompts need nothing; public sets come from JSONL files, or from a
-hub by `datasets`. docs/benchmarks.md documents the file format.
+The bundled pair's own held-out prompts need no download. Public sets come from JSONL files, or from
+a hub by `datasets`. docs/benchmarks.md documents the file format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A data set on the hub; `question` and `answer` are its fields."""
+    """A data set on the hub. `question` and `answer` are the names of its fields."""
 
     path: str
     name: str | None
@@ -69,7 +69,7 @@ def load(source: str, count: int, seed: int) -> tuple[str, list[Prompt]]:
     if not file and name in KINDS:
         try:
             return name, bundled(name, count, seed)
-        except ValueError as error:  # more than there are
+        except ValueError as error:  # more than exist
             raise SystemExit(str(error)) from None
     if file:
         lines = Path(file).read_text().splitlines()
@@ -88,7 +88,7 @@ def _from_hub(public: PublicSet, count: int) -> Iterable[dict[str, Any]]:
 
 
 def _prompt(name: str, row: dict[str, Any]) -> Prompt:
-    """A row of a file or of a hub's data set; the set's own field names are understood, too."""
+    """The prompt of a row. In a public set, the set's own field names are understood, too."""
     public = PUBLIC.get(name, PublicSet("", None, "", "prompt", "answer"))
     asked = next(row[key] for key in (public.question, "prompt", "turns") if key in row)
     text = asked[0] if isinstance(asked, list) else asked  # first turn of several
@@ -104,7 +104,7 @@ def _answers(expected: str) -> Callable[[str], bool]:
 
 
 def _final(text: str) -> str:
-    """What stands in the last \\boxed{}, else the last number, else the text."""
+    """The content of the last \\boxed{}, else the last number, else the text."""
     _, boxed, tail = text.rpartition("\\boxed{")
     if boxed:
         depth = 1

@@ -12,8 +12,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand. Returns the exit status of the process."""
     parser = argparse.ArgumentParser(prog="sglang-dflash", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="the bundled pair without and with DFLASH, compared")
-    demo.add_argument("--json", action="store_true", help="print the last line only")
+    demo = commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
+    demo.add_argument("--json", action="store_true", help="print only the last line")
     inspect = commands.add_parser("inspect", help="describe a draft, and check that it fits")
     inspect.add_argument("draft", help="folder or hub id of a DFlash checkpoint")
     inspect.add_argument("--target", help="folder or hub id of the target it is for")

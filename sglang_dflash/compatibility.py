@@ -29,27 +29,27 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("speculative_token_map", (None,), "the draft has the target's vocabulary", "Leave it out."),
     ("speculative_adaptive", (False,), "it adapts EAGLE's steps", "Leave it out."),
     ("speculative_moe_a2a_backend", (None,), "the draft has no experts", "Leave it out."),
-    ("enable_dp_attention", (False,), "it is not built", "Use tensor parallelism instead."),
-    ("pp_size", (1,), "it is not built", "Use tensor parallelism instead."),
-    ("disaggregation_mode", ("null",), "it is not built", "Prefill and decode in one process."),
-    ("enable_lora", (None, False), "it is not built", "Leave the adapters out."),
+    ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
+    ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
+    ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
+    ("enable_lora", (None, False), "not implemented", "Leave the adapters out."),
     ("kv_cache_dtype", ("auto",), "the draft's KV keeps the model's dtype", "Leave it at auto."),
     ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
-    ("enable_hisparse", (False,), "it is not built", "Leave it out."),
+    ("enable_hisparse", (False,), "not implemented", "Leave it out."),
     ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
-    ("enable_pdmux", (False,), "it is not built", "Leave it out."),
-    ("enable_two_batch_overlap", (False,), "it is not built", "Leave it out."),
-    ("dllm_algorithm", (None,), "it is not built", "Leave it out."),
+    ("enable_pdmux", (False,), "not implemented", "Leave it out."),
+    ("enable_two_batch_overlap", (False,), "not implemented", "Leave it out."),
+    ("dllm_algorithm", (None,), "not implemented", "Leave it out."),
 )
 
 
 def check_flags(server_args: ServerArgs) -> None:
     """Raise `Refusal` for flags that do not go with DFLASH."""
-    if is_deepseek_dsa(server_args.get_model_config().hf_config):  # it sets flags itself
+    if is_deepseek_dsa(server_args.get_model_config().hf_config):  # SGLang sets flags for it
         raise Refusal(
-            f"The target {server_args.model_path} attends to tokens that it picks (DSA), with "
-            "backends of its own, which this release does not verify with.",
+            f"The target {server_args.model_path} uses sparse attention (DSA) with backends of its "
+            "own, and this release cannot verify with them.",
             WITHOUT_DFLASH,
         )
     for name, served, reason, fix in REFUSED_FLAGS:
@@ -103,21 +103,21 @@ def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
     platform = platform_of(server_args)
     if not platform.anchored_windows and any(view.anchored for view in sliding):
         raise Refusal(
-            f"The sliding windows of the draft {draft.path} count from the anchor, which no CUDA "
-            "backend of this SGLang does.",
+            f"The sliding windows of the draft {draft.path} count from the anchor, and no CUDA "
+            "backend of this SGLang computes such windows.",
             "Use a z-lab draft of this target.",
         )
     backend = server_args.speculative_draft_attention_backend
     if backend not in platform.sliding_drafts:
         raise Refusal(
-            f"The draft {draft.path} has sliding-window layers, which {backend} does not compute "
-            "right without causality.",
+            f"The draft {draft.path} has sliding-window layers, and {backend} does not compute "
+            "them correctly without causality.",
             f"Give --speculative-draft-attention-backend {platform.sliding_drafts[0]}.",
         )
 
 
 def _check_finite(draft: DFlashConfig) -> None:
-    """Read every weight at startup, before a target of minutes is loaded."""
+    """Read every weight at startup, before the target is loaded, which may take minutes."""
     for file in sorted(Path(draft.path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping
@@ -177,8 +177,8 @@ def _check_heads(server_args: ServerArgs, draft: DFlashConfig) -> None:
 def _check_kv(server_args: ServerArgs, model_config: ModelConfig) -> None:
     if _has_fp8_kv(model_config):
         raise Refusal(
-            f"The checkpoint of the target {server_args.model_path} asks for KV in FP8, and this "
-            "release keeps the draft's and the target's KV in the model's dtype.",
+            f"The checkpoint of the target {server_args.model_path} requires KV in FP8, but this "
+            "release keeps the KV of draft and target in the model's dtype.",
             "Use a checkpoint without kv_cache_quant_algo, or serve it without "
             "--speculative-algorithm DFLASH.",
         )
@@ -188,14 +188,14 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
     platform, target = platform_of(server_args), f"The target {server_args.model_path}"
     if verify_backend(server_args) == "flashinfer" and _has_windows(model_config):
         raise Refusal(
-            f"{target} has sliding-window layers, for which SGLang's flashinfer backend cannot "
-            "verify a block.",
+            f"{target} has sliding-window layers, and SGLang's flashinfer backend cannot verify a "
+            "block of them.",
             "Give --attention-backend fa3 or triton.",
         )
     device = server_args.device.upper()
     if not platform.latent_attention and model_config.attention_arch == AttentionArch.MLA:
         raise Refusal(
-            f"{target} attends in a latent space (MLA), which is not served on a {device}.",
+            f"{target} uses latent attention (MLA), which is not served on a {device}.",
             "Use a GPU.",
         )
     if not platform.quantised_weights and model_config.quantization is not None:
@@ -207,10 +207,10 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
 
 
 def refuse_recurrent(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs._handle_model_specific_adjustments`: targets that keep a state a request.
+    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse recurrent-state targets.
 
-    SGLang's own check there advises flags of another scheduler. The state after a verify is that of
-    the whole block; this release does not go back to the last accepted token's.
+    SGLang's own check there suggests flags for another scheduler. After a verify, the state is that
+    of the whole block. This release cannot go back to the state of the last accepted token.
     """
     if (server_args.speculative_algorithm or "").upper() != "DFLASH":
         return
@@ -219,16 +219,16 @@ def refuse_recurrent(server_args: ServerArgs) -> None:
         return
     radix = ""
     if not server_args.disable_radix_cache:
-        radix = ", nor does SGLang without --disable-radix-cache"
+        radix = " (SGLang also requires --disable-radix-cache for it)"
     raise Refusal(
-        f"The target {server_args.model_path} keeps a recurrent state (Mamba, GDN or alike), and "
-        f"this release does not commit the right step's after a partial acceptance{radix}.",
+        f"The target {server_args.model_path} has a recurrent state (Mamba, GDN or similar), which "
+        f"this release cannot restore after a partial acceptance{radix}.",
         WITHOUT_DFLASH,
     )
 
 
 def _keeps_state(config: Any) -> bool:
-    """SGLang's own sign of such targets: their config class counts the layers that keep a state."""
+    """Whether SGLang's config class counts layers that keep a recurrent state."""
     kind = type(config)
     if hasattr(kind, "mamba_layer_ids"):  # Granite's and Nemotron's may count none
         return bool(config.mamba_layer_ids)
@@ -236,9 +236,9 @@ def _keeps_state(config: Any) -> bool:
 
 
 def _has_fp8_kv(model_config: ModelConfig) -> bool:
-    """Whether a ModelOpt checkpoint on this machine asks SGLang for KV in FP8.
+    """Whether a ModelOpt checkpoint on this machine requires KV in FP8.
 
-    `DFlashWorker` judges one that is fetched from a hub later.
+    `DFlashWorker` checks a checkpoint that is fetched from a hub later.
     """
     config = getattr(model_config.hf_config, "quantization_config", None)
     file = Path(model_config.model_path) / "hf_quant_config.json"
@@ -263,7 +263,7 @@ def _has_windows(model_config: ModelConfig) -> bool:
 
 def _target_class(model_config: ModelConfig) -> tuple[type, str]:
     """SGLang's class of the target, and its name."""
-    from sglang.srt.models.registry import ModelRegistry  # imports every model there is
+    from sglang.srt.models.registry import ModelRegistry  # imports every model
 
     found: tuple[type, str] = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
     return found

@@ -1,4 +1,4 @@
-"""The bundled pair, served without and with DFLASH: same answers, faster."""
+"""Serve the bundled pair without and with DFLASH, and compare answers and speed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def ask(client: OpenAI, prompt: str, **options: Any) -> Any:
 
 
 def measure(client: OpenAI, questions: list[str], console: Console, name: str) -> Run:
-    """All prompts one after another, after one that warms the server up."""
+    """Send all prompts one after another, after one warm-up prompt."""
     ask(client, "Warm up.", extra_body={"ignore_eos": True})
     run = Run([], 0, 0.0)
     with console.status("") as status:
@@ -109,7 +109,7 @@ def measure(client: OpenAI, questions: list[str], console: Console, name: str) -
 
 
 def stream(client: OpenAI, question: str, console: Console) -> None:
-    """Show one answer as it comes, the tokens of every verify step in their own colour."""
+    """Show one answer as it arrives. The colour changes with each verify step."""
     console.print(Text(question, style="dim"))
     text, colours = Text(), ("bold cyan", "bold yellow")
     for i, chunk in enumerate(ask(client, question, stream=True)):
@@ -119,7 +119,7 @@ def stream(client: OpenAI, question: str, console: Console) -> None:
 
 
 def is_near_tie(client: OpenAI, question: str, other: str) -> bool:
-    """Does the answer part from `other` at a near-tie, each token the argmax of its own row?"""
+    """Whether the answer leaves `other` at a near-tie, with each token the argmax of its row."""
     content = ask(client, question, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     said = ""
     for token in content:
@@ -133,7 +133,7 @@ def is_near_tie(client: OpenAI, question: str, other: str) -> bool:
 
 
 def run(quiet: bool) -> int:
-    """The whole demo; 0 if every answer is the target's own."""
+    """Run the whole demo. Returns 0 if every answer is the target's own."""
     console = Console(quiet=quiet, stderr=quiet)
     questions = prompts()
     try:

@@ -25,12 +25,12 @@ def make_draft_worker(
     weigh: bool,
     **place: int | None,
 ) -> TpModelWorker:
-    """A TP worker of the draft on these rows and the target's allocator.
+    """Make the TP worker of the draft, with these rows and the target's allocator.
 
-    weigh: the draft computes the probability of each draft, too.
+    weigh: the draft also computes the probability of each drafted token.
 
-    The draft's forward reads the target's embedding and LM head, which can be bound only once both
-    models exist. So its graphs are captured after that, not inside the constructor.
+    The draft's forward reads the target's embedding and LM head. They can be bound only after both
+    models exist. So the graphs are captured after that, not inside the constructor.
     """
     config = target.model_config
     args = draft_server_args(server_args, config.context_len, config.dtype)
@@ -48,7 +48,7 @@ def make_draft_worker(
         worker.model_runner.model.bind(target.model_runner.model, kernels, weigh)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
-        # SGLang's way for draft workers. The arguments disable it on CUDA; on a CPU ours captures.
+        # SGLang's call for draft workers. The arguments disable it on CUDA; on a CPU it captures.
         worker.model_runner.init_piecewise_cuda_graphs(force_for_draft_worker=True)
     finally:
         set_global_server_args_for_scheduler(saved)
@@ -59,7 +59,7 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     """The arguments of the draft's worker, without graphs.
 
     context_len, dtype: the target's. The draft reads the target's states and embeddings as they
-    are, so it computes in their dtype, whatever its own checkpoint says.
+    are, so it computes in their dtype. The dtype of its own checkpoint does not matter.
     """
     args = copy.deepcopy(server_args)
     args.skip_tokenizer_init = True

@@ -25,7 +25,7 @@ def register(hooks: tuple[Hook, ...]) -> None:
 
 
 def _lazy(function: str) -> Callable[..., Any]:
-    """Import our side of a hook at its first call: SGLang's modules load in their own order."""
+    """Import the hook's function at its first call: SGLang's modules load in their own order."""
     place, name = function.split(":")
     module = cache(lambda: import_module(f"sglang_dflash.{place}"))
 
@@ -53,13 +53,13 @@ DFLASH_HOOKS = (
         "server_args.ServerArgs._handle_model_specific_adjustments",
         "BEFORE",
         "compatibility:refuse_recurrent",
-        "SGLang's advice for recurrent-state targets is of another scheduler",
+        "SGLang's advice for recurrent-state targets is for another scheduler",
     ),
     Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",
-        "the built-in warns and falls back where we refuse",
+        "the built-in warns and falls back, where this plugin refuses",
     ),
     Hook(
         "speculative.dflash_utils.validate_dflash_request",
@@ -71,7 +71,7 @@ DFLASH_HOOKS = (
         "speculative.dflash_utils.parse_dflash_draft_config",
         "REPLACE",
         "hooks:parse_draft_config",
-        "one reading of the checkpoint for the whole process",
+        "the whole process uses one reading of the checkpoint",
     ),
     Hook(
         "utils.hf_transformers.config.get_config",
@@ -95,13 +95,13 @@ DFLASH_HOOKS = (
         "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         "AROUND",
         "hooks:logits_of_a_verify",
-        "SGLang copies every verify's logits to float32; greedy batches need the argmax alone",
+        "SGLang copies every verify's logits to float32; greedy batches need only the argmax",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "hooks:meta_info",
-        "acceptance by block position is no field of SGLang's",
+        "SGLang has no field for acceptance by block position",
     ),
     Hook(
         "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",
@@ -119,7 +119,7 @@ DFLASH_HOOKS = (
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         "AROUND",
         "hooks:tokens_for_next_decode",
-        "slots are kept between steps, so a step needs fewer than a block",
+        "slots are kept between steps, so a step needs fewer slots than a block has",
     ),
     Hook(
         "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
@@ -131,7 +131,7 @@ DFLASH_HOOKS = (
         "model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",
         "AFTER",
         "hooks:windowed_cell_size",
-        "targets with sliding windows have two pools, whose size counts no draft",
+        "targets with sliding windows have two pools, whose size does not count the draft",
     ),
     Hook(
         "speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash",
@@ -143,7 +143,7 @@ DFLASH_HOOKS = (
         "speculative.dflash_utils.resolve_dflash_verify_mask_policy",
         "REPLACE",
         "hooks:no_mask",
-        "a chain needs no mask; the built-in builds one a request",
+        "a chain needs no mask; the built-in builds one per request",
     ),
 )
 
@@ -152,26 +152,26 @@ CUDA_HOOKS = (
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AFTER",
         "hooks:room_for_a_block",
-        "FA3's page tables end at the context, a verify up to a block behind it",
+        "FA3's page tables end at the context length, a verify up to a block behind it",
     ),
     Hook(
         "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",
         "AROUND",
         "attention.fa3:leave_to_the_graph",
-        "seven launches before each replay, where one inside of it is enough",
+        "SGLang makes seven launches before each replay; one inside the graph is enough",
     ),
     Hook(
         "layers.attention.flashattention_backend"
         ".FlashAttentionBackend.init_forward_metadata_in_graph",
         "AFTER",
         "attention.fa3:begin_forward",
-        "that one launch, and the schedule of the next hook but one",
+        "makes that launch, and clears the schedules that `attention.fa3:scheduled` shares",
     ),
     Hook(
         "layers.attention.hybrid_attn_backend.HybridAttnBackend.init_forward_metadata_in_graph",
         "AFTER",
         "attention.fa3:begin_in_either",
-        "a target with two backends does not announce a graph to either",
+        "a target with two backends calls this method on neither of them",
     ),
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",
@@ -183,6 +183,6 @@ CUDA_HOOKS = (
         "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
         "AFTER",
         "attention.flashinfer:plan_by_the_host",
-        "a plan fetches lengths from the device that the host knows",
+        "a plan fetches lengths from the device, although the host knows them",
     ),
 )

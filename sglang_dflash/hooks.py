@@ -1,4 +1,4 @@
-"""Our side of the hooks into SGLang: one function a seam, named in `hook_table.py`."""
+"""Functions that are hooked into SGLang, one per hook. `hook_table.py` names them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sglang_dflash.runtime.metrics import AcceptanceHistogram
 def validate_request(req: Any) -> str | None:
     """REPLACE: the reason why a request cannot be served exactly, or None.
 
-    Tokens outside the vocabulary end SGLang's scheduler by an index error.
+    Tokens outside the vocabulary crash SGLang's scheduler with an index error.
     """
     params = req.sampling_params
     if params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
         return (
-            "min_p has no seeded draw in SGLang: leave min_p out, or serve without "
+            "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
             "--enable-deterministic-inference."
         )
     tokens = {"input_ids": req.origin_input_ids, "token_ids_logprob": req.logprob.token_ids_logprob}
@@ -34,12 +34,12 @@ def validate_request(req: Any) -> str | None:
     for field, ids in tokens.items():
         if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
             req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
-            return f"{field} names a token outside the vocabulary, which has {req.vocab_size}."
+            return f"{field} has a token outside the vocabulary of {req.vocab_size} tokens."
     return None
 
 
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND: the Transformers config of a DFlash draft comes from our own reading of it."""
+    """AROUND `get_config`: for a DFlash draft, make the config from this package's reading."""
     try:
         config, _ = rules.load_draft(model, kwargs.get("revision"))
     except Refusal:
@@ -50,7 +50,7 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class CaptureConfig:
-    """The answers that `ModelRunner` wants from `parse_dflash_draft_config`, from our config."""
+    """The methods that `ModelRunner` calls on the result of `parse_dflash_draft_config`."""
 
     def __init__(self, config: DFlashConfig) -> None:
         self.num_target_layers = config.num_target_layers
@@ -69,11 +69,12 @@ def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
 
 
 def capture_layers(original: Callable[..., None], runner: Any) -> None:
-    """AROUND `ModelRunner.init_aux_hidden_state_capture`: the last layer is a layer, too.
+    """AROUND `ModelRunner.init_aux_hidden_state_capture`: capture the last layer, too.
 
     SGLang captures before layer k + 1, which does not exist for the last layer. The LM head reads
-    that layer's output, so the logits processor appends it (see `append_final_state`). It is also
-    Transformers' `hidden_states[L]`, the state after the final norm, which drafts are trained on.
+    the output of the last layer, so the logits processor appends it (see `append_final_state`). It
+    is also Transformers' `hidden_states[L]`, the state after the final norm. Drafts are trained on
+    this state.
     """
     if not runner.dflash_use_aux_hidden_state:
         return original(runner)
@@ -85,8 +86,8 @@ def capture_layers(original: Callable[..., None], runner: Any) -> None:
     if captured := [i for i in ids if i < last]:
         try:
             runner.model.set_dflash_layers_to_capture(captured)
-        except AttributeError:  # no such hook; or Qwen3-VL's, whose text model lacks what it calls
-            # EAGLE3's counts layers the same way in every class of this SGLang that comes here.
+        except AttributeError:  # no such hook, or Qwen3-VL's, which its text model does not support
+            # EAGLE3's hook counts layers the same way in every class of this SGLang that gets here.
             runner.model.set_eagle3_layers_to_capture(captured)
     return None
 
@@ -120,8 +121,9 @@ def append_final_state(
 def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any) -> Any:
     """AROUND `LogitsProcessor._copy_logits_to_buffer`: a verify's logits keep the LM head's dtype.
 
-    A greedy batch asks for their argmax alone, which a float32 copy does not move. A soft cap may:
-    SGLang computes it in float32. They lie where that copy would, in memory that all graphs share.
+    A greedy batch needs only their argmax, and a float32 copy does not change it. A soft cap may
+    change it, because SGLang computes the cap in float32. The logits are stored in the place of the
+    float32 copy, in memory that all graphs share.
     """
     dflash = getattr(processor, "dflash_target", False)
     if not (dflash and metadata.forward_mode.is_target_verify()):
@@ -140,8 +142,8 @@ def token_ids_logprobs(
 ) -> Any:
     """AROUND `get_token_ids_logprobs_raw`: requests that name no tokens get empty tensors.
 
-    SGLang's own answer for them is a list where a tensor is expected, or an exception: a batch that
-    mixes such requests ends the scheduler.
+    For them, SGLang itself returns a list where it expects a tensor, or raises. So a batch that
+    mixes such requests ends its scheduler.
     """
     if get_global_server_args().speculative_algorithm == "DFLASH":
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
@@ -158,12 +160,12 @@ def meta_info(
     histogram = meta_info.get("spec_correct_drafts_histogram")
     if not isinstance(histogram, AcceptanceHistogram):
         return
-    # JSON knows no type of ours.
+    # JSON cannot represent `AcceptanceHistogram`.
     meta_info["spec_correct_drafts_histogram"] = counts = list(histogram)
     meta_info["spec_accept_histogram"] = counts
     verified = histogram.num_verified
     meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
-    # Each step may have verified the anchor alone.
+    # It is 0 if every step verified only the anchor.
     meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
     block_size = tokenizer_manager.server_args.speculative_num_draft_tokens
     meta_info["spec_accepted_per_position"] = [
@@ -176,7 +178,8 @@ def streamed_logprobs(
 ) -> Any:
     """AROUND `OpenAIServingChat._process_logprobs_tokens`: every token has its own top logprobs.
 
-    SGLang gives all tokens of a streamed chunk those of the first: its chunks hold one token.
+    SGLang gives all tokens of a streamed chunk those of the first, because its own chunks hold one
+    token.
     """
     dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
     return original(serving, logprobs, use_token_index=use_token_index or dflash)
@@ -185,7 +188,7 @@ def streamed_logprobs(
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:
     """AROUND `ScheduleBatch.new_tokens_required_next_decode`: as many as `Slots.reserve` takes.
 
-    SGLang counts a whole block a request, as if the slots that a request keeps were not its own.
+    SGLang counts a whole block per request, although a request keeps its slots between steps.
     """
     if not batch.spec_algorithm.is_dflash():
         return int(original(batch, selected_indices))
@@ -194,14 +197,14 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
 
 
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
-    """AFTER `_compute_cell_size`: a token costs the target's KV and the draft's own."""
+    """AFTER `_compute_cell_size`: a token takes KV of the target and KV of the draft."""
     return result + _draft_bytes_per_token(runner)
 
 
 def windowed_cell_size(_: None, configurator: Any, runner: Any) -> None:
     """AFTER `HybridSWAPoolConfigurator.__init__`: the same for targets with two KV pools.
 
-    The draft's slots are numbered as the larger one's, which counts the tokens.
+    The draft's slots have the numbers of the larger pool, whose size is the number of tokens.
     """
     configurator._cell_size += _draft_bytes_per_token(runner)
 
@@ -218,17 +221,17 @@ def _draft_bytes_per_token(runner: Any) -> int:
 def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end behind the context.
 
-    FA3's page tables are as wide as the context, and have no pages for positions behind it.
+    FA3's page tables are as wide as the context length, and have no pages for positions behind it.
     """
     if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
         backend.max_context_len += runner.server_args.speculative_num_draft_tokens
 
 
 def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:
-    """REPLACE `scale_kv_cell_size_per_token_for_dflash`: `cell_size` has counted the draft."""
+    """REPLACE `scale_kv_cell_size_per_token_for_dflash`: `cell_size` already counts the draft."""
     return target_cell_size_per_token
 
 
 def no_mask(attn_backend: Any) -> tuple[str, bool]:
-    """REPLACE `resolve_dflash_verify_mask_policy`: our backends verify a chain causally."""
+    """REPLACE `resolve_dflash_verify_mask_policy`: the backends verify a chain causally."""
     return type(attn_backend).__name__, False

@@ -69,7 +69,7 @@ def inspect(draft_name: str, target_name: str | None) -> Report:
 
 @contextlib.contextmanager
 def _noting(report: Report) -> Iterator[None]:
-    """A `Refusal` in the body becomes a problem of the report."""
+    """Add a `Refusal` that the body raises to the problems of the report."""
     try:
         yield
     except Refusal as refusal:
@@ -82,7 +82,7 @@ def _read_draft(report: Report, name: str) -> None:
     try:
         report.draft, report.tensors = load(folder, hub.remote_headers(name, folder))
     except Refusal:
-        # Broken weights hide no other problem: the config alone may be sound.
+        # Broken weights must not hide other problems: the config may be readable.
         with contextlib.suppress(Refusal):
             report.draft, _ = load(folder, headers=Tensors(folder))
         raise
@@ -92,7 +92,7 @@ def _read_draft(report: Report, name: str) -> None:
 
 
 def _read_target(report: Report, name: str) -> None:
-    """Set the report's target and its parameters, and the text of the mask. Raises `Refusal`."""
+    """Set the report's target, its parameter count and the mask's text. Raises `Refusal`."""
     folder = hub.config_folder(name)
     report.target = _target(folder)
     headers = hub.remote_headers(name, folder) or read_headers(folder, rename=str)
@@ -104,7 +104,7 @@ def _read_target(report: Report, name: str) -> None:
 
 
 def _target(folder: Path) -> Target:
-    """The target that config.json describes, by its `text_config` if it has one."""
+    """The target that config.json describes. A `text_config` is used if there is one."""
     file = folder / "config.json"
     raw = read_json(file)
     text = raw.get("text_config") or raw
@@ -113,7 +113,7 @@ def _target(folder: Path) -> Target:
     missing = [name for name in TARGET_FIELDS if not isinstance(text.get(name), int)]
     if missing:
         raise Refusal(
-            f"The file {file} is no target's config: it has no {' and no '.join(missing)}.",
+            f"The file {file} is not the config of a target: it has no {' and no '.join(missing)}.",
             "Give the folder of a target as --target.",
         )
     return Target(

@@ -1,6 +1,7 @@
-"""The options that SGLang does not have: read once from the environment, or refused.
+"""Options that SGLang does not have: read once from the environment, or refused.
 
-The command line writes them to the environment. Users of `sglang.Engine` set it themselves.
+Command-line flags write them to the environment. Users of `sglang.Engine` set the variables
+themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
 
 
 class _ToEnvironment(argparse.Action):
-    """Sets the variable that `const` names."""
+    """Set the environment variable that `const` names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         os.environ[self.const] = values
@@ -49,7 +50,7 @@ class Options:
     """How a server drafts and verifies."""
 
     block_size: int  # positions N of a whole block, the anchor included
-    verify_widths: tuple[int, ...]  # on offer, ascending; of several, each step chooses
+    verify_widths: tuple[int, ...]  # allowed, ascending; with several, each step chooses
     draft_ahead: bool  # the next block is drafted while the host commits this one
 
     @classmethod
@@ -70,8 +71,8 @@ class Options:
     def reserved_tokens(self) -> int:
         """KV slots that a decode step needs behind a request's committed tokens.
 
-        A block drafted ahead lies behind all tokens that the step before it may commit, which are
-        a block.
+        A block that is drafted ahead begins behind all tokens that the step before it may commit.
+        These are at most one block.
         """
         return self.block_size * (2 if self.draft_ahead else 1)
 

@@ -12,10 +12,10 @@ from sglang_dflash.errors import Refusal
 class Platform:
     """Capabilities and defaults of a device."""
 
-    attention_backends: tuple[str, ...]  # that draft and verify blocks; the first one is advised
+    attention_backends: tuple[str, ...]  # for draft and verify; refusals suggest the first
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
-    unequal_widths: bool  # attention serves any verify width, and another one for each request
+    unequal_widths: bool  # attention serves any verify width, and a different one per request
     latent_attention: bool  # MLA targets
     quantised_weights: bool
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
@@ -23,7 +23,7 @@ class Platform:
 
 
 PLATFORMS = {
-    # Triton serves every target and runs on every GPU. SGLang's code of the others was read.
+    # Triton is first: it serves every target on every GPU. For the others, SGLang's code was read.
     "cuda": Platform(
         attention_backends=("triton", "fa3", "flashinfer"),
         verify_width="full",

@@ -1,8 +1,8 @@
 """The entry point `dflash` of `sglang.srt.plugins`: it takes over `--speculative-algorithm DFLASH`.
 
-SGLang only logs a plugin that fails, and falls back to its built-in DFLASH. So the first thing that
-`dflash` does is to replace the creation of the DFLASH worker by one that refuses unless everything
-below is in place. Nothing that can fail comes before it.
+If a plugin fails, SGLang only logs the error and falls back to its built-in DFLASH. So `dflash`
+first replaces the creation of the DFLASH worker. The replacement refuses to create a worker unless
+everything below is in place. Nothing that can fail comes before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def dflash() -> None:
     _print_refusals_plainly()
     register(DFLASH_HOOKS)
     if _has_cuda():
-        register(CUDA_HOOKS)  # their targets load on CUDA alone
+        register(CUDA_HOOKS)  # their targets load only on CUDA
 
 
 def missing_parts() -> list[str]:
@@ -49,7 +49,7 @@ def missing_parts() -> list[str]:
 
 
 def _targets_of(plugin: str) -> list[str]:
-    """Targets that a plugin registered hooks on."""
+    """The targets on which a plugin has registered hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     targets = []
@@ -60,7 +60,7 @@ def _targets_of(plugin: str) -> list[str]:
 
 
 def _guard_dflash() -> None:
-    """Replace the creation of the DFLASH worker, and judge its arguments before children start."""
+    """Guard the creation of the DFLASH worker, and check its arguments before children start."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -96,13 +96,13 @@ def _refuse_if_incomplete() -> None:
     if missing := missing_parts():
         raise Refusal(
             f"sglang-dflash cannot serve DFLASH here: {'; '.join(missing)}.",
-            f"Install sglang=={SGLANG_VERSION}, load both of its plugins (SGLANG_PLUGINS unset), "
+            f"Install sglang=={SGLANG_VERSION} and load both plugins (leave SGLANG_PLUGINS unset), "
             "or leave the plugin dflash out of SGLANG_PLUGINS to run SGLang's own DFLASH.",
         )
 
 
 def _print_refusals_plainly() -> None:
-    """A `Refusal` that ends the process is one paragraph on stderr, without a traceback."""
+    """Print a `Refusal` that ends the process as one paragraph on stderr, without a traceback."""
     shown = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

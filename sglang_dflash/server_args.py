@@ -24,7 +24,7 @@ MAX_RUNNING_REQUESTS = 48  # default
 
 @lru_cache(maxsize=8)
 def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
-    """Configuration and headers of a draft, a folder here or on the model hub, read once."""
+    """Configuration and headers of a draft, from a local folder or the model hub, read once."""
     return load(hub.draft_folder(path, revision))
 
 
@@ -44,9 +44,9 @@ def draft_config(server_args: ServerArgs) -> DFlashConfig:
 
 
 def adopt_speculators(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs.__post_init__`: a speculators checkpoint as --model-path serves itself.
+    """BEFORE `ServerArgs.__post_init__`: accept a speculators checkpoint as --model-path.
 
-    It names its target inside and is the draft. Explicit flags win.
+    The checkpoint is the draft, and its config names the target. Explicit flags win.
     """
     if (server_args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
         return
@@ -88,11 +88,11 @@ def handle_dflash(server_args: ServerArgs) -> None:
             "DFLASH: --max-running-requests %d; give the flag to change it.", MAX_RUNNING_REQUESTS
         )
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
-    # Fused with the next norm, a layer's all-reduce comes after its hidden states are captured.
+    # SGLang can fuse a layer's all-reduce with the next norm, after its states are captured.
     if server_args.enable_flashinfer_allreduce_fusion:
-        logger.info("DFLASH: all-reduces are not fused, so that hidden states are captured whole.")
+        logger.info("DFLASH turns fused all-reduce off: it comes after hidden states are captured.")
         server_args.enable_flashinfer_allreduce_fusion = False
-    # An update of the target's weights never brings the draft's: keep a copy over a release.
+    # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
 
 
@@ -111,8 +111,8 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
     size: int = values.pop()
     if not 2 <= size <= longest:
         raise Refusal(
-            f"A block of {size} does not work: this draft was trained with {longest}.",
-            f"Give 2 to {longest} (the anchor counts).",
+            f"The block size {size} is not possible: this draft was trained with {longest}.",
+            f"Give 2 to {longest}. The anchor counts.",
         )
     window = server_args.speculative_draft_window_size
     if window is not None and window < size:
@@ -122,8 +122,9 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
         )
     if size < longest:
         logger.warning(
-            f"DFLASH: a block of {size}, but the draft was trained with {longest} and may draft "
-            f"worse with fewer masks. --speculative-dflash-verify-width {size} keeps them."
+            f"DFLASH: the block size is {size}, but the draft was trained with {longest} and may "
+            "draft worse with fewer masks. To keep all masks, use "
+            f"--speculative-dflash-verify-width {size} instead."
         )
     return size
 
@@ -143,7 +144,7 @@ def _draft_backend(server_args: ServerArgs) -> str:
         _, chosen = server_args.get_attention_backends()
     if chosen not in able:
         raise Refusal(
-            f"The draft attends without causality, which {chosen} does not offer.",
+            f"The draft needs non-causal attention, which {chosen} does not support.",
             f"Give --speculative-draft-attention-backend {' or '.join(able)}.",
         )
     return str(chosen)

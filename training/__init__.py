@@ -1,1 +1,1 @@
-"""The recipe of the bundled pair. README.md tells how to run it; it is not installed."""
+"""The recipe of the bundled pair. README.md explains how to run it. It is not installed."""

@@ -1,7 +1,7 @@
-"""`python -m training`: make the bundled target and draft from nothing.
+"""`python -m training`: make the bundled target and draft from scratch.
 
 Stages: tokenizer, target, answers (what the target itself generates, greedy), draft (on those
-answers), evaluate, export. Each goes on where it stopped, from `--work`.
+answers), evaluate, export. Each stage continues in `--work` where it stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stage answers: what the target itself says, greedy, to the prompts that train the draft."""
+"""Stage answers: the target's own greedy answers to the prompts that train the draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ids = list[int]
 
 @torch.inference_mode()
 def generate(model: Qwen3ForCausalLM, prompts: list[Ids], new_tokens: int) -> list[Ids]:
-    """Greedy answers, the end token included where it was reached."""
+    """Greedy answers, with the end token if it was reached."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), END_OF_TEXT, device=model.device)
     mask = torch.zeros_like(ids)
@@ -44,10 +44,10 @@ def generate(model: Qwen3ForCausalLM, prompts: list[Ids], new_tokens: int) -> li
 def answer_taught(
     model: Qwen3ForCausalLM, prompts: list[Ids], taught: list[Ids], rounds: int = 12
 ) -> list[Ids | None]:
-    """Greedy answers to prompts whose taught answer is known: speculation with that as the draft.
+    """Greedy answers to prompts with a taught answer, by speculation with that answer as the draft.
 
-    One forward tells where the target first says something else; that token is put in and the rest
-    is tried again. None where `rounds` forwards did not settle it.
+    One forward finds the first place where the target's token is another one. This token is put in,
+    and the rest is tried again. An answer is None if `rounds` forwards do not complete it.
     """
     answers = [list(t) for t in taught]
     settled: list[Ids | None] = [None] * len(prompts)
@@ -73,7 +73,7 @@ def answer_taught(
 
 
 def _most_likely(model: Qwen3ForCausalLM, rows: list[Ids]) -> list[Ids]:
-    """The most likely next token behind every token of rows; they come back padded."""
+    """The most likely next token after each token of the rows. The result is padded."""
     ids = torch.full((len(rows), max(map(len, rows))), END_OF_TEXT)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
@@ -92,7 +92,7 @@ class _Asker:
         self._source = list(data.functions(held_out=False))
 
     def code(self) -> tuple[list[Ids], list[Ids | None]]:
-        """Openings of source, 8 to 160 tokens, and how the target continues them."""
+        """Beginnings of source, 8 to 160 tokens, and the target's continuations."""
         prompts = []
         for _ in range(self._batch):
             ids = text_ids(self._tokenizer, self._rng.choice(self._source))

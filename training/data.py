@@ -1,8 +1,8 @@
 """Training and evaluation text that any machine has: word problems, JSON records, Python source.
 
-Everything is drawn from a `random.Random`, so a seed names a prompt. Word problems and records
-whose seed is held out never occur in training: `is_held_out` splits by a hash of the *prompt*, so
-the split does not depend on how many examples were drawn. Source files are split by file name.
+Everything is drawn from a `random.Random`, so a seed names a prompt. Held-out word problems and
+records never occur in training. `is_held_out` splits by a hash of the *prompt*, so the split does
+not depend on how many examples were drawn. Source files are split by file name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SURNAMES = "Lopez Stone Berg Okoye Tanaka Weber Rossi Novak Silva Haddad Moore L
 
 
 def is_held_out(text: str) -> bool:
-    """True for 1 text in 16; those are for evaluation alone."""
+    """True for 1 text in 16. These texts are only for evaluation."""
     return zlib.crc32(text.encode()) % 16 == 0
 
 
 # ---------------------------------------------------------------------------------------------
-# Word problems: a question, one sentence of working a step, "The answer is N."
+# Word problems: a question, one sentence of working per step, "The answer is N."
 
 
 def _collection(rng: random.Random) -> tuple[str, str, int]:
@@ -53,7 +53,7 @@ def _collection(rng: random.Random) -> tuple[str, str, int]:
 
 
 def _move(rng: random.Random, name: str, friend: str, item: str, have: int) -> tuple[str, str, int]:
-    """What happens to a collection, its working, and how many there are then."""
+    """A change of a collection: its text, its working, and the new number of items."""
     moves = ["buys", "gets"]
     if have > 6:
         moves += ["loses", "gives"]
@@ -245,7 +245,7 @@ def json_record(rng: random.Random) -> Example:
 
 
 def source_files() -> list[Path]:
-    """Every module of the standard library, tests and vendored packages left out, sorted."""
+    """Every module of the standard library except tests and vendored packages, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "_vendor"}
     return sorted(f for f in root.rglob("*.py") if not skip & set(f.relative_to(root).parts))
@@ -273,7 +273,7 @@ def functions(held_out: bool) -> Iterator[str]:
 def code_prompts() -> list[Example]:
     """Held-out source to continue: the first 6 lines of a block that starts with def or class.
 
-    Some modules repeat each other's: an opening that training reads elsewhere is no prompt.
+    Some modules repeat code of others. A beginning that also occurs in training is left out.
     """
     trained = "".join(functions(held_out=False))
     found = []
@@ -289,7 +289,7 @@ def code_prompts() -> list[Example]:
 
 
 def draw_held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
-    """`count` held-out examples of a kind, the same for a seed; of code, at most what there is."""
+    """`count` held-out examples of a kind, fixed by the seed. For code, at most all that exist."""
     rng = random.Random(f"{kind}-{seed}")
     if kind == "code":
         prompts = code_prompts()

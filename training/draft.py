@@ -1,7 +1,8 @@
 """Stage draft: train it on the target's own answers.
 
-Recipe of the DFlash paper (random anchors, masked blocks, a loss that decays along the block), with
-half of the loss by what a draft is worth and half of the steps in shorter blocks.
+The recipe is that of the DFlash paper (random anchors, masked blocks, a loss that decays along the
+block), with two changes. Half of the loss weighs each draft by its worth. Half of the steps have
+shorter blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SHORTEST_ANSWER = 5  # tokens
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with the target's answer behind it, and what the target thought of both."""
+    """A prompt, the target's answer behind it, and the target's features of both."""
 
     ids: Tensor  # [S] int64
     features: Tensor  # [S, K*H] bfloat16
@@ -48,7 +49,7 @@ class Answer:
 def train_draft(
     work: Path, steps: int, device: str, compiled: bool, anchors: int = 18, batch: int = 32
 ) -> None:
-    """Read the target and answers.jsonl of `work`, write work/draft."""
+    """Read the target and answers.jsonl from `work`, and write work/draft."""
     torch.manual_seed(1)
     target = load_target(work, device)
     head = target.lm_head.weight.float()
@@ -74,7 +75,7 @@ def train_draft(
 
 @torch.no_grad()
 def _read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[Answer]:
-    """The answers of a file, shortest first, each with the target's features, made once."""
+    """The answers of a file, shortest first, with the target's features, computed once."""
     rows = [json.loads(line) for line in path.open()]
     rows = [row for row in rows if len(row["answer"]) >= SHORTEST_ANSWER]
     rows.sort(key=lambda row: len(row["prompt"]) + len(row["answer"]))
@@ -91,7 +92,7 @@ def _read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list
 def _batched(
     answers: list[Answer], anchors: int, rng: random.Random, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Padded: features [B, S, K*H], ids [B, S], anchors' positions [B, A], lengths [B], int64."""
+    """Pad to features [B, S, K*H], ids [B, S], positions of anchors [B, A], lengths [B], int64."""
     lengths = torch.tensor([len(answer.ids) for answer in answers], device=device)
     ids = pad_sequence([answer.ids for answer in answers], batch_first=True)
     features = pad_sequence([answer.features for answer in answers], batch_first=True)
@@ -112,7 +113,7 @@ def _loss(
     lengths: Tensor,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted loss in nats, and the mean of drafts accepted a block.
+    """Weighted loss in nats, and the mean number of accepted drafts per block.
 
     head: [V, H] float32; features, ids, at, lengths: as `_batched` makes them; size: of a block.
     """
@@ -130,11 +131,11 @@ def _loss(
 
 
 def position_weights(loss: Tensor, valid: Tensor) -> Tensor:
-    """What each draft's loss counts. loss: [B, A, N-1], -log P(right); valid: [B, A, N-1] of 0, 1.
+    """The weight of each draft's loss. loss: [B, A, N-1], -log P(right); valid: as loss, 0 or 1.
 
-    Half of it decays along the block, as in the paper. The other half is what the draft is worth:
-    the expected number of steps a token, 1 / (1 + sum of P(drafts 1..k right)), derived by -log P.
-    So it lies on the drafts that are reached, and on blocks of which little is accepted.
+    Half of the weight decays along the block, as in the paper. The other half is the worth of the
+    draft: the derivative of the expected steps per token, 1 / (1 + sum of P(drafts 1..k right)), by
+    -log P. So it is largest for drafts that are reached, in blocks of which little is accepted.
     """
     decaying = torch.exp(-torch.arange(loss.shape[-1], device=loss.device) / 7.0) * valid
     survival = ((-loss).exp() * valid).cumprod(-1)
@@ -144,7 +145,7 @@ def position_weights(loss: Tensor, valid: Tensor) -> Tensor:
 
 
 def _save(draft: Draft, out: Path) -> None:
-    """In z-lab's format, bfloat16."""
+    """Write the draft in z-lab's format, bfloat16."""
     out.mkdir(exist_ok=True)
     weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in draft.state_dict().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})

@@ -1,8 +1,8 @@
-"""The draft as plain PyTorch, for training only; the server runs `sglang_dflash.model.draft`.
+"""The draft in plain PyTorch, for training only. The server runs `sglang_dflash.model.draft`.
 
-One forward predicts many blocks of a sequence at once (DFlash paper, section "training"): the
-context K/V of the whole sequence is computed once, and a mask lets each block see the context
-before its anchor and, without causality, itself.
+One forward predicts many blocks of a sequence at once (DFlash paper, section "training"). The
+context K/V of the whole sequence is computed once. A mask lets each block see the context before
+its anchor and, without causality, itself.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Layer(nn.Module):
         return x + mixed
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden_context: Tensor) -> Tensor:
-        """Each block sees its part of the context and itself; other blocks' keys are not touched.
+        """Each block sees its part of the context and itself, and no keys of other blocks.
 
         q: [B, heads, A * N, D]; k, v: [B, kv heads, S + A * N, D].
         """

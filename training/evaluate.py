@@ -1,4 +1,4 @@
-"""Stage evaluate: how much target and draft get right on held-out prompts, greedy, in bfloat16."""
+"""Stage evaluate: right answers and accept length on held-out prompts, greedy, in bfloat16."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ FILES = {
     ),
     DRAFT: ("config.json", "model.safetensors"),
 }
-POOL = 256  # prompts of a kind; of code, what there is
+POOL = 256  # prompts of a kind; for code, as many as exist
 MEASURED = 11  # prompts of a kind in most of the published results
 
 
 def export(work: Path) -> None:
-    """Copy what a server needs, and write the prompts."""
+    """Copy the files that a server needs, and write the prompts."""
     for folder, names in FILES.items():
         folder.mkdir(exist_ok=True)
         for name in names:
@@ -37,7 +37,7 @@ def export(work: Path) -> None:
 
 
 def write_prompts(path: Path) -> None:
-    """The pool of held-out prompts, a JSON object a line, kind after kind."""
+    """Write the pool of held-out prompts, one JSON object per line, kind after kind."""
     with path.open("w", encoding="utf-8") as file:
         for kind in KINDS:
             for example in _pool(kind):
@@ -45,9 +45,9 @@ def write_prompts(path: Path) -> None:
 
 
 def _pool(kind: str) -> list[Example]:
-    """Held-out prompts of a kind, none twice; those of published results come first.
+    """Held-out prompts of a kind, none twice. Those of published results come first.
 
-    Of code, a draw of few does not begin a draw of many, so the few are drawn on their own.
+    For code, a draw of many does not begin with a draw of few, so the few are drawn separately.
     """
     few = data.draw_held_out(kind, MEASURED, IN_ORDER)
     many = data.draw_held_out(kind, POOL, IN_ORDER)

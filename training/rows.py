@@ -1,4 +1,4 @@
-"""Rows that the target is trained on: documents of the three kinds, packed one behind another."""
+"""Training rows of the target: documents of the three kinds, packed one after another."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from training.tokenizer import chat_ids, text_ids
 BATCH = 16  # rows of a step
 CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word problems
 TWO_TURNS = 0.1  # of the conversations
-IGNORED = -100  # the label of a token that counts nothing
+IGNORED = -100  # the label of a token that does not count
 
 Document = tuple[list[int], int]  # token ids, first position that is trained
 
 
 def documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Document]:
-    """Endless documents, kinds mixed by share of tokens, no held-out text."""
+    """An endless stream of documents, mixed by share of tokens, without held-out text."""
     rng = random.Random(seed)
     code = list(data.functions(held_out=False))
     seen = {"word": 0.0, "json": 0.0, "code": 0.0}
@@ -40,7 +40,7 @@ def documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Documen
 
 
 def _source(tokenizer: PreTrainedTokenizerFast, rng: random.Random, code: list[str]) -> Document:
-    """A block of source, or what a row holds of it from its start or, half the time, anywhere."""
+    """A block of source, cut to a row. Half the time, the cut begins anywhere in the block."""
     ids = [*text_ids(tokenizer, rng.choice(code)), END_OF_TEXT]
     start = rng.randrange(max(1, len(ids) - ROW + 1)) if rng.random() < 0.5 else 0
     return ids[start : start + ROW], 0
@@ -51,7 +51,7 @@ def _conversation(
     rng: random.Random,
     draw: Callable[[random.Random], Example],
 ) -> Document:
-    """One turn or two. Training starts at the first answer."""
+    """One or two turns. Training starts at the first answer."""
     newline = text_ids(tokenizer, "\n")
     ids: list[int] = []
     first = 0

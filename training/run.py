@@ -1,4 +1,4 @@
-"""Optimisation that goes on where it stopped: Muon and AdamW, a schedule, a checkpoint."""
+"""Optimisation that can be continued: Muon and AdamW, a schedule, a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 class Run:
-    """A model and its optimizers, read from `path` if that is there; `step()` is one update."""
+    """A model and its optimizers, read from `path` if it exists. `step()` is one update."""
 
     def __init__(self, model: torch.nn.Module, lr: float, steps: int, path: Path) -> None:
         self.model, self.steps, self.path, self.lr = model, steps, path, lr
@@ -68,7 +68,7 @@ class Run:
         self.path.with_suffix(".tmp").replace(self.path)
 
     def steps_left(self, what: str, every: int = 50) -> Iterator[tqdm]:
-        """A progress bar for each step that is left; saves every `every` steps and at the end."""
+        """Yield a progress bar for each remaining step. Save every `every` steps and at the end."""
         bar = tqdm(total=self.steps, initial=self.done, desc=what, file=sys.stdout, mininterval=10)
         with bar:
             while self.done < self.steps:

@@ -1,4 +1,4 @@
-"""What target and draft look like: the vocabulary, the length of a row, both configs."""
+"""Shapes of target and draft: the vocabulary, the length of a row, both configs."""
 
 from __future__ import annotations
 

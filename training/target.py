@@ -1,4 +1,4 @@
-"""Stage target: train it, and load it again for the stages that ask it."""
+"""Stage target: train the target, and load it for the later stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATION = {"bos_token_id": None, "eos_token_id": [IM_END, END_OF_TEXT], "pad_
 
 
 def train_target(work: Path, steps: int, device: str, compiled: bool) -> None:
-    """Read the tokenizer of work/target, write the target beside it."""
+    """Read the tokenizer of work/target, and write the target beside it."""
     torch.manual_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "target")
     model = Qwen3ForCausalLM(Qwen3Config(**TARGET_CONFIG)).to(device)
@@ -45,7 +45,7 @@ def train_target(work: Path, steps: int, device: str, compiled: bool) -> None:
 def _loss(
     model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, numbers: Tensor, labels: Tensor
 ) -> Tensor:
-    """Mean cross entropy in nats of a batch of `packed`; a token sees its own document alone."""
+    """Mean cross entropy in nats of a batch of `packed`; a token sees only its own document."""
     index = torch.arange(ROW, device=ids.device)
     same = numbers[:, :, None] == numbers[:, None, :]
     mask = (same & (index[:, None] >= index))[:, None]
@@ -66,7 +66,7 @@ def _grouped_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention whose heads of one KV head are rows of one product: a CPU decodes 3 times as fast.
+    """Attention with all heads of a KV head as rows of one product: 3 times as fast on a CPU.
 
     query: [B, heads, T, D]; key, value: [B, kv heads, S, D]; attention_mask: [B, 1, T, S].
     """
@@ -89,7 +89,7 @@ def load_target(work: Path, device: str) -> Qwen3ForCausalLM:
 
 
 def features_of(target: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
-    """What the draft reads of the target. ids: [B, S] int64 -> [B, S, K*H] bfloat16."""
+    """The features that the draft reads. ids: [B, S] int64 -> [B, S, K*H] bfloat16."""
     states = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
     after = [states[k + 1] for k in DRAFT_CONFIG["dflash_config"]["target_layer_ids"]]
     return torch.cat(after, dim=-1).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Stage tokenizer: byte-level BPE, digits single, on the same mixture as the target."""
+"""Stage tokenizer: byte-level BPE with single digits, on the same mixture as the target."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def text_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """Prompt of one user turn, the assistant's turn opened, as the chat template writes it."""
+    """A prompt of one user turn and the begun assistant turn, by the chat template."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
     )

@@ -1,7 +1,8 @@
-"""What keeps SGLang's built-in DFLASH from running on CPU, replaced; accept lengths, simulated.
+"""Lets SGLang's built-in DFLASH run on a CPU, and simulates accept lengths for it.
 
-Does nothing unless `SGLANG_PLUGINS` names `dflash_builtin_bench` and leaves `dflash` out. Each
-stand-in computes what it replaces in as few operations as a CPU can; docs/benchmarks.md lists them.
+It does nothing unless `SGLANG_PLUGINS` names `dflash_builtin_bench` and leaves `dflash` out. Each
+stand-in replaces a part of SGLang that does not run on a CPU, and computes the same in as few
+operations as a CPU can. docs/benchmarks.md lists them.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ def install() -> None:
 
 
 def draft_on_torch_native(*args: Any, **kwargs: Any) -> None:
-    """BEFORE `TpModelWorker.__init__`: the worker's list of draft backends lacks torch_native."""
+    """BEFORE `TpModelWorker.__init__`: set torch_native, which the list of backends lacks."""
     if kwargs.get("is_draft_worker"):
         kwargs["server_args"].attention_backend = "torch_native"  # the worker's own copy
 
 
 def in_model_dtype(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `DFlashDraftModel.forward`: off CUDA graphs, SGLang casts embeddings to bfloat16."""
+    """AROUND `DFlashDraftModel.forward`: undo the cast of embeddings to bfloat16."""
     kwargs["input_embeds"] = kwargs["input_embeds"].to(model.norm.weight.dtype)
     return original(model, *args, **kwargs)
 
@@ -73,7 +74,7 @@ def assign_slots(
 ) -> None:
     """REPLACE `assign_req_to_token_pool_func`: row i, columns start[i] to end[i], in order.
 
-    NumPy on the same memory: a third of the time that torch needs for a handful of numbers.
+    NumPy works on the same memory. For a few numbers, it takes a third of the time of torch.
     """
     rows, start, end, table, slots = (
         tensor.numpy()
@@ -96,13 +97,13 @@ def all_gather_into_tensor(group: Any, output: Tensor, input: Tensor) -> None:
 
 
 def count_acceptance(result: Any, verify_input: Any, *, batch: Any, **_: Any) -> None:
-    """AFTER `DFlashVerifyInput.verify`: the histogram that SGLang's other workers fill in."""
+    """AFTER `DFlashVerifyInput.verify`: fill in the histogram, as SGLang's other workers do."""
     for req, correct in zip(batch.reqs, result[-1], strict=True):
         req.update_spec_correct_drafts_histogram(correct)
 
 
 class SimulatedAcceptance:
-    """The same fixed sequence of accepted lengths that our worker honours."""
+    """The same fixed sequence of accepted lengths as `DFlashWorker` uses."""
 
     def __init__(self, accept_length: float) -> None:
         self._accept_length = accept_length

@@ -1,8 +1,8 @@
 """Times every decode step of a running scheduler and its parts, by one rule for any worker.
 
-Does nothing unless `DFLASH_STEP_TIMES` names a file. Into it goes one JSON line a decode step that
-was followed by another of the same requests: `batch`, `context` (mean tokens a request), `step_ms`,
-`worker_ms` (inside `forward_batch_generation`) and the parts `draft_ms`, `verify_ms`,
+It does nothing unless `DFLASH_STEP_TIMES` names a file. It writes one JSON line per decode step to
+this file, if a step with the same requests follows: `batch`, `context` (mean tokens per request),
+`step_ms`, `worker_ms` (inside `forward_batch_generation`) and the parts `draft_ms`, `verify_ms`,
 `context_kv_ms`. On CUDA the parts are device time between events, so nothing waits for them.
 """
 
@@ -33,11 +33,11 @@ def install() -> None:
 
 
 def attach(_: None, scheduler: Any) -> None:
-    """AFTER `Scheduler.init_model_worker`: wrap what the first rank's workers call.
+    """AFTER `Scheduler.init_model_worker`: wrap the methods that the first rank's workers call.
 
-    Drafting is all that turns a block into drafts: embedding, layers, LM head and argmax. Ours runs
-    them in one forward; the built-in runs head and embedding outside of it. Writing context KV is
-    projecting the target's hidden states and storing the result.
+    Drafting is everything that turns a block into drafts: embedding, layers, LM head and argmax.
+    `DFlashWorker` runs them in one forward. The built-in runs head and embedding outside of it.
+    Writing context KV is the projection of the target's hidden states and the store of the result.
     """
     if scheduler.ps.tp_rank != 0:
         return
@@ -49,7 +49,7 @@ def attach(_: None, scheduler: Any) -> None:
         return
     timers.wrap(worker.draft_model_runner, "forward", "draft")
     timers.wrap(target.model.get_input_embeddings(), "forward", "draft")
-    if hasattr(worker, "drafter"):  # ours
+    if hasattr(worker, "drafter"):  # DFlashWorker
         timers.wrap(worker.context_kv, "write", "context_kv")
         return
     timers.wrap(worker, "_greedy_sample_from_vocab_parallel_head", "draft")
@@ -63,7 +63,7 @@ class Step:
     """One decode step."""
 
     rids: list[str]
-    context: float  # mean tokens a request before the step
+    context: float  # mean tokens per request before the step
     begin: float
     worker_ms: float = 0.0
     step_ms: float = 0.0  # to the beginning of the next step
@@ -74,7 +74,7 @@ class StepTimers:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
         self._cuda = torch.cuda.is_available()
-        self._step: Step | None = None  # under way
+        self._step: Step | None = None  # that runs now
         self._previous: Step | None = None
         self._waiting: deque[Step] = deque()  # for the device
         self._inside = False  # a part is being timed; parts do not nest
@@ -118,9 +118,9 @@ class StepTimers:
         worker.forward_batch_generation = timed
 
     def _finish_previous(self, rids: list[str], now: float) -> None:
-        """Write down the step before this one if it had the same requests.
+        """Write the step before this one, if it had the same requests.
 
-        The time that this takes itself lies between two steps and belongs to none.
+        The time for writing lies between two steps and counts for neither.
         """
         step = self._previous
         if step is None or step.rids != rids:

@@ -1,1 +1,1 @@
-"""SGLang's CUDA attention backends, taught to serve blocks."""
+"""Changes to SGLang's CUDA attention backends, so that they serve blocks."""

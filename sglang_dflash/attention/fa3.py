@@ -1,4 +1,4 @@
-"""FlashAttention 3 over blocks: a graph fills its tables, and has one schedule for all layers."""
+"""FlashAttention 3 over blocks: a graph fills its own tables, and all layers share a schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def leave_to_the_graph(
 ) -> None:
     """AROUND `FlashAttentionBackend._apply_cuda_graph_metadata`: a block's graph fills its tables.
 
-    SGLang takes seven launches before each replay, and sums lengths that FlashAttention reads only
-    where it appends K/V.
+    SGLang makes seven launches before each replay. It also sums lengths that FlashAttention reads
+    only if it appends K/V.
     """
     ours = forward_mode.is_target_verify() and _serves_blocks(backend)
     if not ours or given["encoder_lens"] is not None:
@@ -30,9 +30,10 @@ def leave_to_the_graph(
 
 
 def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
-    """AFTER `FlashAttentionBackend.init_forward_metadata_in_graph`: tables, and no schedule yet.
+    """AFTER `FlashAttentionBackend.init_forward_metadata_in_graph`: fill tables, drop schedules.
 
-    Schedules lie on the lengths that they are made of, which every layer hands over.
+    Schedules are an attribute of the tensor of lengths that they are made from. Every layer passes
+    this tensor.
     """
     ours = forward_batch.forward_mode.is_target_verify() and _serves_blocks(backend)
     if not ours or forward_batch.encoder_lens is not None:
@@ -51,7 +52,7 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
 
 
 def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
-    """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`, which asks neither of its two."""
+    """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`: call it on the chosen backend."""
     if _serves_dflash():
         chosen = backend._select_backend(forward_batch.forward_mode)
         chosen.init_forward_metadata_in_graph(forward_batch)
@@ -60,9 +61,9 @@ def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
 def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     """AROUND `flash_attn_with_kvcache`: layers of one shape share a schedule inside a graph.
 
-    Without it each layer launches a kernel that divides the same lengths among the same programs.
-    A sliding window has another division, which SGLang leaves to the layer as well; of MLA, which
-    has a second query, no shape can be told.
+    Without it, each layer launches a kernel that divides the same lengths among the same programs.
+    A sliding window has another division, which SGLang also leaves to the layer. MLA has a second
+    query, for which the shape cannot be given here.
     """
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
     if schedules is None or "qv" in given or given["window_size"] != (-1, -1):

@@ -1,4 +1,4 @@
-"""FlashInfer plans a forward on the host: it is told the lengths of a block that the host knows."""
+"""FlashInfer plans a forward on the host. Plans of blocks use lengths that the host knows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
 
 
 class Plans:
-    """In the place of `FlashInferIndicesUpdaterPrefill.update`: plans of blocks wait for nothing.
+    """Replaces `FlashInferIndicesUpdaterPrefill.update`: plans of blocks wait for nothing.
 
-    `plan` reads lengths on the host. It fetches those that lie on the device, three tensors a
-    forward; the host's lengths of a block are the true ones, and its last pages all hold one token.
+    `plan` reads lengths on the host. It fetches those that are on the device, three tensors per
+    forward. For a block, the host's lengths are the true ones, and each last page holds one token.
     """
 
     def __init__(self, updater: Any) -> None:

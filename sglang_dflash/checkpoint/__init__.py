@@ -1,4 +1,4 @@
-"""Draft checkpoints: detect the format, read it right or refuse it by name."""
+"""Draft checkpoints: detect the format, read it correctly or refuse it by name."""
 
 from sglang_dflash.checkpoint.detect import FORMATS, load, load_config, rename_weights
 

@@ -63,7 +63,7 @@ class DFlashConfig:
     own_embedding: bool = False  # the checkpoint holds embed_tokens, else the target's is used
     draft_vocab_size: int | None = None  # rows of the checkpoint's own lm_head, None: the target's
     vocabulary_map: bool = False  # the checkpoint holds d2t
-    mask_embedding: bool = False  # mask_embedding.pt lies beside the config
+    mask_embedding: bool = False  # mask_embedding.pt is beside the config
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
 
     @property

@@ -28,7 +28,7 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
         if adapter.matches(raw):
             return name
     raise Refusal(
-        f"The file {file} describes no DFlash draft that is read here: architectures "
+        f"The file {file} describes no DFlash draft of a known format: architectures "
         f"{raw.get('architectures')}, model_type {raw.get('model_type')!r}.",
         f"Use one of the formats {', '.join(FORMATS)}.",
     )

@@ -177,7 +177,7 @@ class Fields:
         if kind == "default":
             return Rope(float(theta))
         if kind == "yarn" and "original_max_position_embeddings" not in scaling:
-            # Transformers' rule: the factor counts from the served length
+            # Transformers' rule: the factor counts from max_position_embeddings
             scaling["original_max_position_embeddings"] = self.positive("max_position_embeddings")
         return Rope(float(theta), scaling)
 

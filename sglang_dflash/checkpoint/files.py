@@ -26,7 +26,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, file: Path) -> dict[str, Any]:
-    """The JSON object that `text` holds. `file` names its source in the `Refusal` of any other."""
+    """Parse a JSON object. Raises `Refusal` for any other text, which names `file`."""
     try:
         value = json.loads(text)
     except ValueError as error:  # no JSON, or no text

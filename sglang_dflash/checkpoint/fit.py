@@ -1,4 +1,4 @@
-"""Does a draft fit a target? The server runs these checks at its start, and so does `inspect`."""
+"""Checks whether a draft fits a target. The server runs them at startup, and so does `inspect`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    keeps_state: bool = False  # it has layers with a recurrent state: Mamba, GDN and alike
+    keeps_state: bool = False  # it has layers with a recurrent state: Mamba, GDN or similar
 
 
 def keeps_state(raw: dict[str, Any]) -> bool:
@@ -34,7 +34,7 @@ def keeps_state(raw: dict[str, Any]) -> bool:
     kinds = {*(raw.get("layer_types") or ()), *(raw.get("layers_block_type") or ())}
     if kinds:
         return not kinds.isdisjoint(STATE_LAYERS)
-    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H: a letter per layer
+    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H: one letter per layer
     return "M" in pattern or any(raw.get(name) is not None for name in STATE_FIELDS)
 
 
@@ -46,7 +46,7 @@ def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:
     checks = (  # (whether it does not fit, the refusal)
         (
             target.keeps_state,
-            "The target keeps a recurrent state, whose right step is not committed after a partial "
+            "The target has a recurrent state, which this release cannot restore after a partial "
             "acceptance.",
             "Serve it without DFLASH.",
         ),
@@ -116,13 +116,13 @@ def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Ref
         ),
         (
             any(scaling.get("partial_rotary_factor", 1.0) != 1.0 for scaling in scalings),
-            "The draft rotates part of a head only.",
+            "The draft applies RoPE to only a part of each head.",
             "Use another draft.",
         ),
         (
             bool(draft.head_dim % 2 or draft.num_heads % draft.num_kv_heads),
-            f"The draft's {draft.num_heads} heads of {draft.head_dim} over {draft.num_kv_heads} "
-            "KV heads do not divide.",
+            f"The draft has {draft.num_heads} heads of size {draft.head_dim} and "
+            f"{draft.num_kv_heads} KV heads. The size must be even, and the counts must divide.",
             CORRECT_CONFIG,
         ),
         (

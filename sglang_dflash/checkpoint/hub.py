@@ -1,4 +1,4 @@
-"""Checkpoints by their id on the model hub. A name that is a folder here is no id."""
+"""Checkpoints by their id on the model hub. The name of a local folder is not an id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS, WEIGHTS = ["*.json", "mask_embedding.pt"], "*.safetensors"
 
 
 def is_id(name: str) -> bool:
-    """Whether a name is a model's on the hub, not a folder's here."""
+    """Whether a name is the id of a model on the hub, not a local folder."""
     return name.count("/") == 1 and not name.startswith((".", "/")) and not Path(name).exists()
 
 
@@ -39,7 +39,7 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
 
 
 def config_folder(name: str) -> Path:
-    """The folder of a draft or target. The hub's configs alone are fetched. Raises `Refusal`."""
+    """The folder of a draft or target. From the hub, only configs are fetched. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
     try:
@@ -69,6 +69,6 @@ def remote_headers(name: str, folder: Path) -> Tensors | None:
 def _neither(name: str, error: Exception) -> Refusal:
     reason = " ".join(str(error).split()).rstrip(".")
     return Refusal(
-        f"The name {name!r} is no folder here, and the model hub does not give it: {reason}.",
+        f"The name {name!r} is not a local folder, and the model hub does not have it: {reason}.",
         "Give the path of a folder, or the id of a model that this machine can fetch.",
     )

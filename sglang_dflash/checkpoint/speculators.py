@@ -55,7 +55,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     draft_vocab_size = top.optional_positive("draft_vocab_size") or DEFAULT_DRAFT_VOCAB_SIZE
     if rows is None and draft_vocab_size != vocab_size and tensors.known:
         raise top.refuse(
-            f"has draft_vocab_size {draft_vocab_size} of {vocab_size} but brings no lm_head.weight"
+            f"has draft_vocab_size {draft_vocab_size} of {vocab_size} but no lm_head.weight"
         )
     return DFlashConfig(
         path=path,

@@ -92,7 +92,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _broken(file: Path) -> Refusal:
-    return Refusal(f"The file {file} is no whole safetensors file (truncated?).", FETCH_AGAIN)
+    return Refusal(f"The file {file} is not a complete safetensors file (truncated?).", FETCH_AGAIN)
 
 
 def expected(config: DFlashConfig) -> dict[str, Shape]:

@@ -1,1 +1,1 @@
-"""The method in pure torch: no SGLang below this line."""
+"""The method in pure torch. Nothing in this folder imports SGLang."""

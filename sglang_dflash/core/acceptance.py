@@ -1,4 +1,4 @@
-"""The one acceptance rule, and what a step makes of it."""
+"""The acceptance rule, and the result of a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafts while the target, drawing for itself, draws the same token.
+    """Accept drafts as long as the target's own draw is the same token.
 
-    Drafts are argmax, so the proposal is a point mass: accepting exactly when the target's own draw
-    equals the draft, and committing the first draw that differs, leaves the target's distribution
-    untouched (Leviathan et al. 2023, theorem 1, with q a point mass). Greedy decoding is the case
-    where the draw is argmax.
+    Drafts are argmax, so the proposal is a point mass. A draft is accepted exactly if the target's
+    own draw equals it, and the first draw that differs is committed. This leaves the target's
+    distribution unchanged (Leviathan et al. 2023, theorem 1, with q a point mass). Greedy decoding
+    is the case in which the draw is argmax.
 
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, the target's draw after
     each block position. Returns num_accepted [B] int64 in 0..w-1 and bonus [B] int64. The committed

@@ -1,9 +1,9 @@
 """Frequency, presence and repetition penalties at every block position (pure torch).
 
-At block position j one-token decoding would have seen the output so far plus block tokens 0..j: the
-anchor and the drafts up to j. Only the columns of the block's own tokens differ from what the
-output so far gives, so each position is penalised once by the output so far, and those few columns
-are computed anew.
+At block position j, one-token decoding has seen the output so far plus block tokens 0..j: the
+anchor and the drafts up to j. The penalties differ from those of the output so far only in the
+columns of the block's own tokens. So each position is penalised once by the output so far, and
+those few columns are computed again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class MinLength:
 
 @dataclass
 class Penalties:
-    """The penalties of a batch, None where no request asks. Tensors are updated in place.
+    """The penalties of a batch. A kind that no request uses is None.
 
-    They are SGLang's own (`penaltylib`), so its filter and merge keep them with their requests.
+    The tensors are SGLang's own (`penaltylib`), so its filter and merge keep them with their
+    requests. They are updated in place.
     """
 
     frequency: Penalty | None = None  # added up
@@ -67,7 +68,7 @@ class Penalties:
         return self.frequency, self.presence, self.repetition
 
     def _at_block(self, block: Tensor) -> list[Tensor | None]:
-        """Each penalty of block token k at row j, occurrences in block[0..j] counted: [B, w, w]."""
+        """Each penalty of block token k at row j, counting it in block[0..j] too: [B, w, w]."""
         same = block[:, :, None] == block[:, None, :]
         counts = same.long().cumsum(dim=1)
         found: list[Tensor | None] = []

@@ -1,7 +1,7 @@
 """The KV slots that a request needs before a step: pure host arithmetic.
 
-Slots are over-allocated and reused, never freed in a step: a request holds slots for its committed
-tokens and for the blocks behind them. The rejected part of a block is written again.
+Slots are over-allocated and reused. A step never frees them. A request holds slots for its
+committed tokens and for the blocks behind them. The rejected part of a block is written again.
 SGLang frees the surplus with the request (`Req.pop_overallocated_kv_cache`).
 """
 
@@ -19,13 +19,14 @@ def ceil_align(value: int, page_size: int) -> int:
 def reserved_end(committed: int, count: int, page_size: int, row_width: int) -> int:
     """The end of a request's slots, so that `count` tokens fit behind its committed ones.
 
-    A row is wider than the context by more than a block, and what lies behind that is never asked
-    for: by rounding, or for a block drafted ahead of a request that ends.
+    The end is at most the row's width, which exceeds the context by more than a block. The count
+    exceeds it only by rounding, or for a block that is drafted ahead for a request that ends. Such
+    slots are never needed.
     """
     return min(ceil_align(committed + count, math.lcm(GRAIN, page_size)), row_width)
 
 
 def longest(pool: int, count: int, page_size: int) -> int:
-    """The most committed tokens behind which a pool of this size can still reserve `count`."""
+    """The most committed tokens for which a pool of this size can still reserve `count` more."""
     grain = math.lcm(GRAIN, page_size)
     return pool // grain * grain - count

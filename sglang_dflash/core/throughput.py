@@ -19,9 +19,9 @@ DECAY = 0.99  # of the counts a step
 class Survival:
     """P(a draft is accepted | all before it were), from the draft's own probability.
 
-    A draft's probability is over- or under-confident, differently by position. Counts by position
-    and probability recalibrate it online. A position that was not verified lately, because blocks
-    are cut before it, falls back to the acceptance of its probability at all positions together.
+    The draft's own probability is over- or under-confident, and this differs by position. Counts by
+    position and probability recalibrate it online. A position may not have been verified recently,
+    because blocks are cut before it. The estimate then falls back to the counts of all positions.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -56,22 +56,22 @@ def _bins(probabilities: Array) -> Array:
 
 
 def common_width(survival: Array, seconds: Array) -> int:
-    """The one width of all requests, in 1..N, that commits most tokens a second.
+    """The one width of all requests, in 1..N, that commits most tokens per second.
 
     survival: [B, N-1], P(drafts 1..j accepted); seconds: [N], of a step at width 1..N. A step
-    commits one token a request and every accepted draft.
+    commits one token per request and every accepted draft.
     """
     commits = len(survival) + np.append(0, survival.sum(axis=0).cumsum())
     return int((commits / seconds).argmax()) + 1
 
 
 def own_widths(survival: Array, seconds: Array) -> Array:
-    """The width of each request, [B] int64 in 1..N, at which it commits most tokens a second.
+    """The width of each request, [B] int64 in 1..N, at which it commits most tokens per second.
 
     survival, seconds: as in `common_width`.
 
-    Each request is judged by itself. All of them have to be finished, so the sum of the time that
-    each takes of the steps counts, not the commits of a single step.
+    Each request is judged by itself. All requests have to finish, so the cost is the sum of the
+    time that each request adds to the steps. The commits of a single step do not count.
     """
     commits = np.ones((len(survival), len(seconds)))
     commits[:, 1:] += survival.cumsum(axis=1)
@@ -83,9 +83,9 @@ class StepTimes:
     """Seconds of a step by batch size and verify width, interpolated between measured widths."""
 
     def __init__(self, measured: dict[tuple[int, int], float], widths: Sequence[int]) -> None:
-        """measured: seconds by (batch, width), with the first and last of `widths` a batch.
+        """measured: seconds by (batch, width); each batch has the first and last of `widths`.
 
-        widths: those on offer, ascending, the whole block N last.
+        widths: the allowed widths, ascending. The last one is the whole block N.
         """
         self._batches = sorted({batch for batch, _ in measured})
         every, at = range(1, widths[-1] + 1), sorted({width for _, width in measured})
@@ -93,8 +93,9 @@ class StepTimes:
         self._seconds: list[Array] = list(np.where(np.isin(every, widths), curves, np.inf))
 
     def at(self, batch: int) -> Array:
-        """Seconds at width 1..N, [N] float64, infinite for widths that are not on offer.
+        """Seconds at width 1..N, [N] float64, infinite for widths that are not allowed.
 
-        The smallest measured batch that holds these requests counts, or else the largest.
+        They are those of the smallest measured batch that holds these requests, else of the
+        largest.
         """
         return self._seconds[bisect.bisect_left(self._batches[:-1], batch)]

@@ -11,7 +11,7 @@ CPU_HOOKS = (
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AROUND",
         "cpu.torch_attention:attention_backend",
-        "SGLang's torch_native pads queries and knows no TARGET_VERIFY",
+        "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
     ),
     Hook(
         "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
@@ -59,7 +59,7 @@ CPU_HOOKS = (
         "arg_groups.speculative_hook.handle_speculative_decoding",
         "AFTER",
         "cpu.stand_ins:default_limits",
-        "SGLang sizes KV for a GPU and wants a NUMA node a rank",
+        "SGLang sizes KV for a GPU and needs a NUMA node per rank",
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.init_piecewise_cuda_graphs",

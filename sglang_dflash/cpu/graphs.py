@@ -1,10 +1,11 @@
-"""Forwards of few tokens, captured once and replayed: on a CPU what CUDA graphs are on a GPU.
+"""CPU graphs: forwards of few tokens are captured once and replayed, like CUDA graphs on a GPU.
 
 A small forward spends a fifth of its time between its operations, in the Python of its modules. The
-first forward of a number of tokens is run and listed, one call of torch after the other; those
-behind it run the list, written out as one function: the same calls on the same weights in the same
-order, so the same bits. What speaks the torch function protocol is one call: attention, which plans
-for each batch, and the argmax. What torch does not see, a first replay shows by another output.
+first forward of a number of tokens runs in the modules, and its calls of torch are listed. Later
+forwards run the list, written as one Python function. It makes the same calls on the same weights
+in the same order, so the bits are the same. A function that follows the torch function protocol is
+one call of the list: attention, which plans for each batch, and the argmax. If torch does not see
+all that a forward does, the first replay gives another output, and the forward is not captured.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from sglang_dflash.cpu.lean import cos_and_sin, make_lean
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 64  # of a captured forward: the more there are, the less the Python counts
+MOST_TOKENS = 64  # of a captured forward; with more tokens, the Python matters less
 GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that a forward reads
-# Calls that give no tensor and whose answer follows from shapes; any other one reads values.
+# Calls that return no tensor and depend on shapes only. Other such calls read values.
 OF_SHAPE = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
 OF_SHAPE |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
-# Calls whose result has a shape that follows from values.
+# Calls whose result has a shape that depends on values.
 OF_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
-SAME = ("contiguous", "float", "to")  # their argument itself, where there is nothing to do
+SAME = ("contiguous", "float", "to")  # return their argument itself if there is nothing to do
 # Arguments that are the same in every forward of a kind; weights and layers keep their identity.
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 SETTLED = (*PLAIN, type(None), type(...), nn.Module, Tensor)
@@ -46,7 +47,7 @@ Graph: TypeAlias = Callable[..., dict[str, Tensor | None]]
 
 
 class NotCapturable(Exception):
-    """Why a replay could differ from the forward."""
+    """A replay could differ from the forward. The message says why."""
 
 
 # Errors of a model that looks at an `Unknown`, or that cannot run in `Capture`.
@@ -54,10 +55,10 @@ CAPTURE_ERRORS = (NotCapturable, AttributeError, RuntimeError, TypeError, ValueE
 
 
 class Unknown:
-    """In place of what a batch tells the host: a forward that looks at it cannot be captured."""
+    """Replaces host values of a batch. A forward that reads one of them cannot be captured."""
 
     def _refuse(self, *_: object) -> Any:
-        raise NotCapturable("more of the batch than the number of its tokens decides it")
+        raise NotCapturable("it depends on more of the batch than the number of its tokens")
 
     __bool__ = __eq__ = __getattr__ = _refuse
     __class__ = property(_refuse)
@@ -71,7 +72,7 @@ class Capture(TorchFunctionMode):
         super().__init__()
         self._given, self._weights = tuple(given), {id(weight) for weight in weights}
         self._names = {id(value): name for name, value in given.items()}
-        self._kept: list[object] = list(given.values())  # so that no id comes twice
+        self._kept: list[object] = list(given.values())  # kept alive, so that no id is reused
         self._constants: list[object] = []
         self._calls: list[tuple[str, set[str], list[str]]] = []  # source, what it reads and makes
         self._shared: dict[tuple[int, ...], Any] = {}  # what layers share, by its arguments' ids
@@ -81,7 +82,7 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in OF_VALUES or _selects_by_value(name, args):
-            raise NotCapturable(f"the shape of `{name}` follows from values")
+            raise NotCapturable(f"the shape of `{name}` depends on values")
         shared = tuple(map(id, args)) if func is cos_and_sin else ()
         if shared in self._shared:
             return self._shared[shared]
@@ -96,8 +97,8 @@ class Capture(TorchFunctionMode):
             tensors = []
         elif not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
             if name not in OF_SHAPE:
-                raise NotCapturable(f"`{name}` gives {type(result).__name__} and no tensor")
-            for value in args:  # of other tensors of the batch, shapes tell the requests apart
+                raise NotCapturable(f"`{name}` returns {type(result).__name__}, not a tensor")
+            for value in args:  # the shape of an unknown tensor may depend on the requests
                 if isinstance(value, Tensor):
                     self._source(value, set())
             return result
@@ -117,7 +118,7 @@ class Capture(TorchFunctionMode):
         return name
 
     def _source(self, value: Any, reads: set[str]) -> str:
-        """How the function spells an argument; the names in it are added to `reads`."""
+        """The source of an argument in the function. The names in it are added to `reads`."""
         if (name := self._names.get(id(value))) is not None:
             reads.add(name)
             return name
@@ -130,7 +131,7 @@ class Capture(TorchFunctionMode):
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(self._source(part, reads) for part in parts)})"
         if not isinstance(value, SETTLED):
-            raise NotCapturable(f"a {type(value).__name__} of it may be another in the next batch")
+            raise NotCapturable(f"its {type(value).__name__} may differ in the next batch")
         return self._constant(value)
 
     def _constant(self, value: object) -> str:
@@ -138,7 +139,7 @@ class Capture(TorchFunctionMode):
         return f"c{len(self._constants) - 1}"
 
     def graph(self, output: LogitsProcessorOutput) -> tuple[str, Graph]:
-        """Source and function: what is given, by name, to the fields of the output."""
+        """Source and function: it maps the given values, by name, to the fields of the output."""
         used: set[str] = set()
         if vars(output).keys() != {field.name for field in fields(output)}:
             raise NotCapturable("its output has more than SGLang's fields")
@@ -156,27 +157,27 @@ class Capture(TorchFunctionMode):
         return source, scope["graph"]
 
 
-@cache  # forwards of different numbers of tokens differ in constants alone
+@cache  # forwards of different numbers of tokens differ only in constants
 def _compiled(source: str) -> CodeType:
     return compile(source, "<CPU graph>", "exec")
 
 
 class CpuGraphs:
-    """In the place of SGLang's piecewise CUDA graph runner, for forwards of blocks."""
+    """Replaces SGLang's piecewise CUDA graph runner, for forwards of blocks."""
 
     capture_hidden_mode = CaptureHiddenMode.NULL  # of the forwards that are captured
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._repeated: set[str] = set()  # sources whose replay was seen to give the same
+        self._repeated: set[str] = set()  # sources whose replay has given the same output
         _RUNNERS.add(runner)
         self.forget()
 
     def forget(self) -> None:
-        """Capture anew from now on: weights may be other tensors.
+        """Drop all captures, because weights may be other tensors now.
 
-        A forward may run modules of the other models of this process, as a draft does that shares
-        its target's embedding.
+        A forward may run modules of the other models of this process: a draft shares its target's
+        embedding.
         """
         models = [runner.model for runner in _RUNNERS]
         modules = [module for model in models for module in model.modules()]
@@ -193,7 +194,7 @@ class CpuGraphs:
         return few and batch.capture_hidden_mode == self.capture_hidden_mode
 
     def replay(self, batch: ForwardBatch, **others: object) -> LogitsProcessorOutput:
-        """A forward of the batch, captured if it is the first of its kind; others: None each."""
+        """Run a forward of the batch. The first one of a kind is captured. others: None each."""
         if batch.needs_forward_metadata_init():
             self._runner.attn_backend.init_forward_metadata(batch)
         flags = [value if _is_flag(value) else ... for value in vars(batch).values()]
@@ -201,7 +202,7 @@ class CpuGraphs:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
             self._graphs[kind], output = self._capture(batch, others)
-        except CAPTURE_ERRORS as error:  # the model's own error comes again below
+        except CAPTURE_ERRORS as error:  # the model's own error is raised again below
             self._works = False
             name = type(self._runner.model).__name__
             logger.info(f"No CPU graphs for {name}: {error}. Its forwards run in their modules.")
@@ -244,13 +245,13 @@ def _is_flag(value: object) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit but for signs of 0 and kinds of NaN."""
+    """Whether both are equal bit for bit, except for the sign of 0 and the kind of NaN."""
     alike = one.shape == other.shape and one.dtype == other.dtype
     return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _selects_by_value(name: str, args: Any) -> bool:
-    """Whether an index is a mask, or what shares a name with a call of fixed shape is another."""
+    """Whether the result's shape depends on values: a mask as index, or a form of these calls."""
     if name == "repeat_interleave":
         return any(isinstance(value, Tensor) for value in args[1:]) or len(args) == 1
     index = args[1] if name == "__getitem__" else ()
@@ -265,8 +266,8 @@ _RUNNERS: WeakSet[ModelRunner] = WeakSet()  # of this process
 def init_cpu_graphs(_: None, runner: ModelRunner, force_for_draft_worker: bool = False) -> None:
     """AFTER `ModelRunner.init_piecewise_cuda_graphs`: small forwards are captured from now on.
 
-    Several ranks capture nothing: they exchange results by calls that are none of torch's
-    functions.
+    With several ranks nothing is captured, because the calls that exchange their results are not
+    functions of torch.
     """
     if runner.is_draft_worker and not force_for_draft_worker:
         return

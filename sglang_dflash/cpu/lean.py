@@ -17,7 +17,7 @@ Normed: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 def make_lean(model: nn.Module) -> None:
-    """Let the norms and RoPEs of a model run what is below, where it is what they run in torch."""
+    """Let norms and RoPEs of a model run the functions below, if these equal their torch forms."""
     for module in model.modules():
         if not isinstance(module, MultiPlatformOp):
             continue
@@ -40,7 +40,7 @@ def _norm(
     residual: Tensor | None = None,
     post_residual_addition: Tensor | None = None,
 ) -> Normed:
-    """`RMSNorm.forward_native` of float32."""
+    """`RMSNorm.forward_native` for float32."""
     fits = x.dtype == torch.float32 and x.shape[-1] == module.hidden_size
     if not fits or post_residual_addition is not None:
         native: Normed = module.forward_native(x, residual, post_residual_addition)
@@ -60,7 +60,7 @@ def _rotate(
     offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`RotaryEmbedding.forward_native` of whole heads, halves turned against each other."""
+    """`RotaryEmbedding.forward_native` for whole heads, in the rotate-half form."""
     rotated: tuple[Tensor, Tensor]
     if offsets is not None or fused_set_kv_buffer_arg is not None:
         rotated = module.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
@@ -71,9 +71,9 @@ def _rotate(
 
 @wrap_torch_function(lambda table, positions, _: (table, positions))
 def cos_and_sin(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[n, 1, 1, D/2], and of either half [n, 1, 2, D/2]; one call to `cpu.graphs`, once a forward.
+    """Cosines, [n, 1, 1, D/2], and the sines of both halves, [n, 1, 2, D/2].
 
-    table: [positions, D], cosines first.
+    table: [positions, D], cosines first. `cpu.graphs` lists this as one call, once per forward.
     """
     rows = table.index_select(0, positions.flatten()).to(dtype)
     cos, sin = rows[:, None, None].chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Which slots a paged allocation takes: host arithmetic, the twin of SGLang's Triton kernel."""
+"""The slots that a paged allocation takes: a twin of SGLang's Triton kernel, on the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Ints = NDArray[np.int64]
 class Growth:
     """New positions of a batch, flat, in request order.
 
-    Positions below the page end of what a request already holds continue its last page
-    (`last_slot + 1 + ...`); all others take the new pages in order.
+    Positions on the last page of a request continue that page (`last_slot + 1 + ...`). All others
+    take the new pages in order.
     """
 
     request: Ints  # [T] index of the request in the batch
     position: Ints  # [T] position in the request's row
     in_tail: NDArray[np.bool_]  # [T] continues the request's last page
-    tail_offset: Ints  # [T] slot - slot of the request's last position; valid where in_tail
+    tail_offset: Ints  # [T] slot minus the slot of the request's last position; valid where in_tail
     page_slot: Ints  # [T] index into the slots of the new pages; -1 where in_tail
     num_pages: int
 

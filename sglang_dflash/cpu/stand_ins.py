@@ -1,4 +1,4 @@
-"""Torch twins of what SGLang has only as Triton kernels or compiled code, for the CPU."""
+"""Torch twins, for the CPU, of functions that SGLang has only as Triton or compiled code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def alloc_extend(
 def alloc_decode(
     allocator: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
 ) -> Tensor | None:
-    """REPLACE `PagedTokenToKVPoolAllocator.alloc_decode`: one token a request."""
+    """REPLACE `PagedTokenToKVPoolAllocator.alloc_decode`: one token per request."""
     before = seq_lens_cpu - 1
     return alloc_extend(
         allocator, seq_lens - 1, before, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu)
@@ -53,7 +53,7 @@ def alloc_decode(
 
 
 def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which knows no CPU.
+    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which has no CPU branch.
 
     logits: [n, V]; vocab_mask: [n, ceil(V / 32)] int32, bit i of word w allows token 32 w + i.
     """
@@ -97,9 +97,9 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def default_backend(server_args: Any) -> None:
-    """BEFORE `ServerArgs._handle_cpu_backends`: torch_native where no backend was asked for.
+    """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
 
-    SGLang's default, intel_amx, verifies no block and has no seeded draw.
+    SGLang's default, intel_amx, cannot verify a block and has no seeded draw.
     """
     if server_args.device == "cpu" and server_args.attention_backend is None:
         server_args.attention_backend = "torch_native"
@@ -110,10 +110,10 @@ def keep_aten() -> None:
 
 
 def default_limits(_: None, server_args: Any) -> None:
-    """AFTER `handle_speculative_decoding`: bounds that a machine without a GPU needs.
+    """AFTER `handle_speculative_decoding`: limits that a machine without a GPU needs.
 
-    KV memory defaults to what the requests can use, at most 2 GB for both pools; the ranks of
-    tensor parallelism share the cores instead of needing a NUMA node each.
+    KV memory defaults to what the requests can use, at most 2 GB for both pools. The ranks of
+    tensor parallelism share the cores, so they do not need a NUMA node each.
     """
     if server_args.device != "cpu":
         return
@@ -137,7 +137,7 @@ def default_limits(_: None, server_args: Any) -> None:
 
 
 def _bytes_bound(server_args: Any) -> int:
-    """Tokens whose KV, target and draft, fits KV_BYTES."""
+    """The number of tokens whose KV, of target and draft, fits into KV_BYTES."""
     config = server_args.get_model_config()
     values = config.num_hidden_layers * config.get_total_num_kv_heads()
     per_token = values * (config.head_dim + config.v_head_dim) * config.dtype.itemsize
@@ -150,7 +150,7 @@ def _bytes_bound(server_args: Any) -> int:
 
 
 def _split_cores(ranks: int) -> str:
-    """Cores of each rank, "0|1" for two ranks on two cores; ranks share cores where too few."""
+    """Cores of each rank, "0|1" for two ranks on two cores. Ranks share cores if there are few."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     return "|".join(

@@ -1,7 +1,7 @@
-"""The `torch_native` attention backend, for the queries that there are.
+"""The `torch_native` attention backend, without padded queries.
 
-SGLang's own pads the queries of a request to its whole length, and looks up a request's slots again
-in every layer. Here a forward is planned once and a request's queries are what it has. The same
+SGLang's own class pads the queries of a request to its whole length, and looks up a request's slots
+again in every layer. Here a forward is planned once, and only real queries are computed. The same
 class serves prefill, decode, the draft's block (no mask) and the target's (causal, lower right).
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.overrides import wrap_torch_function
 
-FEW = 32  # queries of a request that are attended with all heads of a KV head at once
+FEW = 32  # up to so many queries, all heads of a KV head are computed in one product
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class View:
 
     causal: bool
     left: int | None  # tokens before a query that it sees, None: all
-    anchored: int | None  # tokens before the first query that all see, None: not counted
+    anchored: int | None  # tokens before the first query that all see, None: no limit
 
     @classmethod
     def of(cls, layer: RadixAttention) -> View:
@@ -53,15 +53,15 @@ class Segment:
     def few(self) -> bool:
         """Whether the queries that share a KV head are rows of one product.
 
-        That is a third faster for a few tokens. One token gains nothing by it, and for many the
-        kernel does better with a head at a time, and without a mask if it can.
+        This is a third faster for a few tokens, and gains nothing for one token. For many tokens,
+        the kernel is faster with one head at a time, and without a mask if possible.
         """
         return 1 < self.queries <= FEW
 
     def mask(self, view: View, groups: int, dtype: torch.dtype) -> Tensor | None:
         """0 or -inf, [q, kv], with `few` [q * groups, kv]; None: all see all, or a triangle.
 
-        The kernel would make this of a mask of bools, in every layer.
+        With a mask of bools, the kernel would convert it to this form in every layer.
         """
         triangle = view.causal and view.left is None and view.anchored is None
         if triangle and not self.few and self.queries in (1, len(self.slots)):
@@ -85,14 +85,14 @@ class Segment:
 
 
 def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `ModelRunner._get_attention_backend_from_str`: our class is `torch_native`."""
+    """AROUND `ModelRunner._get_attention_backend_from_str`: `torch_native` is `TorchAttention`."""
     if name != "torch_native":
         return original(runner, name, *args, **kwargs)
     return attn_backend_wrapper(runner, TorchAttention(runner))
 
 
 class TorchAttention(TorchNativeAttnBackend):
-    """Registered as `torch_native`: SGLang picks its torch helper functions by that name."""
+    """Keeps the name `torch_native`, because SGLang picks torch helper functions by it."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -157,7 +157,7 @@ class TorchAttention(TorchNativeAttnBackend):
     forward_decode = forward_extend
 
     def _masks_of(self, view: View, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
-        """A mask for each request, made once a forward."""
+        """A mask for each request, made once per forward."""
         if (kind := (view, groups, dtype)) not in self._masks:
             self._masks[kind] = [segment.mask(*kind) for segment in self._segments]
         return self._masks[kind]

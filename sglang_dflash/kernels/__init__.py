@@ -1,4 +1,4 @@
-"""Triton kernels. Each lies beside its torch twin, and `Kernels.on` chooses between them once."""
+"""Triton kernels. Each is beside its torch twin, and `Kernels.on` chooses between them once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_dflash.kernels import accept, argmax, next_block, store_kv
 
 
 class Kernels(NamedTuple):
-    """The kernels of a device. Their launch functions have the signatures."""
+    """The kernels of a device. Their launch functions document the signatures."""
 
     next_block: Callable[..., next_block.NextBlock]
     largest: Callable[..., argmax.Largest]
     accept: Callable[..., Accepted]
     store_kv: Callable[..., None]
-    written: Callable[..., tuple[Tensor, ...]]  # the tokens that are worth their projection
+    written: Callable[..., tuple[Tensor, ...]]  # selects the tokens to project
 
     @classmethod
     def on(cls, device: str) -> Kernels:

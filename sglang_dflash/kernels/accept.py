@@ -23,7 +23,7 @@ def launch_accept(
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, contiguous; slots:
     [B, w] int64, KV slots of the block; seq_lens: [B] int64, tokens before the anchor; most: upper
     bound of the new lengths; given: [B] int64 in 0..w-1, the number of drafts to accept, or None
-    for the rule. Rows of `block` and `slots` are contiguous. One program a request.
+    for the rule. Rows of `block` and `slots` are contiguous. One program per request.
     """
     requests, width = target_ids.shape
     assert target_ids.is_contiguous()
@@ -76,7 +76,7 @@ def accept_in_torch(
     )
 
 
-# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit(do_not_specialize=["most", "block_stride", "slots_stride"])
 def _accept(  # type: ignore[no-untyped-def]
     block,  # [B, w] int64

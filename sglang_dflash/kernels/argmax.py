@@ -1,4 +1,4 @@
-"""The largest logit of each token, read once at the speed of memory."""
+"""The largest logit of each token. Each logit is read once, at the speed of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 COLUMNS = 4096  # of the vocabulary that a program reads together
-PROGRAMS = 1056  # at least, for few tokens: eight a multiprocessor of an H100
+PROGRAMS = 1056  # at least, for few tokens: eight per multiprocessor of an H100
 
 
 class Largest(NamedTuple):
@@ -26,7 +26,7 @@ def launch_largest(logits: Tensor, weigh: bool = False) -> Largest:
     """Find the largest logit of each token.
 
     logits: [n, V] of a float type, the last dimension contiguous; weigh: compute the mass, too. NaN
-    counts as infinity. Programs share a token's logits where tokens are few.
+    counts as infinity. If there are few tokens, several programs share the logits of each.
     """
     tokens, size = logits.shape
     assert logits.stride(1) == 1
@@ -37,7 +37,7 @@ def launch_largest(logits: Tensor, weigh: bool = False) -> Largest:
     _largest_of_parts[(tokens, parts)](
         logits, *partial, logits.stride(0), size, share, columns=COLUMNS, num_warps=8
     )
-    # The bound of `parts`, so that no number of tokens compiles anew while requests wait.
+    # The upper bound of `parts`, so that no number of tokens needs another compilation.
     padded = triton.next_power_of_2(triton.cdiv(size, COLUMNS))
     _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded)
     return found
@@ -65,7 +65,7 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
 def _largest_of_parts(  # type: ignore[no-untyped-def]
     logits,  # [n, V]

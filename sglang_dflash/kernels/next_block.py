@@ -29,7 +29,7 @@ def launch_next_block(
     """Make the block behind each request's context.
 
     anchors, seq_lens, rows: [B] int64, contiguous; table: [R, C] int32, the slot of each position
-    of a row, wide enough for the block. One program a request.
+    of a row, wide enough for the block. One program per request.
     """
     requests = len(anchors)
     assert table.stride(1) == 1
@@ -71,7 +71,7 @@ def block_positions(seq_lens: Tensor, block_size: int) -> Tensor:
     return seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
 
 
-# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
 def _next_block(  # type: ignore[no-untyped-def]
     anchors,  # [B] int64

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 16  # a request: a graph's launch is sized before lengths are known
+PROGRAMS = 16  # per request: a graph's launch is sized before lengths are known
 COLUMNS = 1024  # of a page table, at once
 
 
@@ -23,7 +23,7 @@ def fill_tables(
 
     table: [R, C] int32, the slot of each position of a row; rows: [B] int64 and seq_lens: [B] int32
     or int64, both contiguous; width: tokens of a block; lens: [B] int32, output; pages: [B, P]
-    int32, output. Of each request the pages of its tokens are filled, at most P.
+    int32, output. For each request, the pages of its tokens are filled, at most P.
     """
     assert table.stride(1) == pages.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (rows, seq_lens, lens))
@@ -42,7 +42,7 @@ def fill_tables(
     )
 
 
-# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit(do_not_specialize=["width"])
 def _fill_tables(  # type: ignore[no-untyped-def]
     table,  # [R, C] int32

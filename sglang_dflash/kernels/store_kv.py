@@ -33,7 +33,7 @@ def launch_store_kv(
     kv: [n, L, 2, heads, D], K then V, of the pools' dtype; norm_weight: [L, D]; cos_sin:
     [n, L or 1, D], cosines then sines (rotate-half RoPE); slots: [n] int64, 0 (SGLang's dummy slot)
     for tokens that are not written. Norm and RoPE compute in float32. Each rounds its result, as
-    SGLang's kernels do in the draft's own forward. One program a token, layer and head.
+    SGLang's kernels do in the draft's own forward. One program per token, layer and head.
     """
     tokens, layers, _, heads, dim = kv.shape
     assert kv.dtype == pools.k[0].dtype
@@ -80,7 +80,7 @@ def written_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Te
     return states[written], positions[written], slots[written]
 
 
-# Annotations other than tl.constexpr are taken for globals, which Triton refuses.
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
 def _store_kv(  # type: ignore[no-untyped-def]
     kv,  # [n, L, 2, heads, D]

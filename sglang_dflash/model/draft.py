@@ -1,4 +1,4 @@
-"""The draft: Qwen3-shaped layers that attend without causality over the block and its context."""
+"""The draft: Qwen3-shaped layers with non-causal attention over the block and its context."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class DFlashDraftModel(nn.Module):
         self.weigh = weigh
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
-        # The checkpoint's scale is of raw embeddings; Gemma's come scaled already.
+        # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
 
@@ -151,9 +151,9 @@ class DFlashDraftModel(nn.Module):
         """Predict a token at every block position.
 
         input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [n] int64, or
-        [n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`: the one
-        field that SGLang's graph runner slices per token and hands back without looking at it.
-        Where a draft is not trained to predict from the anchor, its entry means nothing.
+        [n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`. This is
+        the one field that SGLang's graph runner slices per token and returns unchanged. If the
+        draft is not trained to predict from the anchor, the anchor's entry has no meaning.
         """
         hidden = self._embed(input_ids)
         residual = None
@@ -164,7 +164,7 @@ class DFlashDraftModel(nn.Module):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Tokens to the left of the widest window, for which SGLang's Triton backend lists KV."""
+        """Tokens to the left in the widest window. SGLang's Triton backend lists KV for it."""
         windows = [view.window for view in self.dflash.attention if view.window is not None]
         return max(windows) - 1 if windows else None
 

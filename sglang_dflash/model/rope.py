@@ -1,4 +1,4 @@
-"""Rotary embeddings of the draft, by Transformers' own tables and as long as is served."""
+"""Rotary embeddings of the draft: Transformers' own tables, for the served length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang_dflash.checkpoint.config import DFlashConfig, Rope
 class DraftRotary(RotaryEmbedding):
     """SGLang's rotation over Transformers' tables, which drafts are trained on.
 
-    SGLang's own YaRN reads neither `attention_factor` nor `mscale`, and what it appends to the
-    tables of a scaled RoPE for a longer context is not scaled.
+    SGLang's own YaRN ignores `attention_factor` and `mscale`. If SGLang extends the tables of a
+    scaled RoPE for a longer context, the new entries are not scaled.
     """
 
     def __init__(self, config: DFlashConfig, rope: Rope) -> None:
@@ -52,7 +52,7 @@ class DraftRotary(RotaryEmbedding):
 
 
 def rotary_embeddings(config: DFlashConfig) -> list[DraftRotary]:
-    """One a layer; layers with the same RoPE share theirs."""
+    """One per layer. Layers with the same RoPE share one."""
     distinct = {str(rope): rope for rope in config.rope}
     made = {key: DraftRotary(config, rope) for key, rope in distinct.items()}
     return [made[str(rope)] for rope in config.rope]

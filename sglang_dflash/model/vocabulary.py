@@ -17,7 +17,7 @@ TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at lar
 
 
 def language_model(model: Any) -> Any:
-    """The part of a target that speaks: multimodal models keep it inside."""
+    """The language model of a target. Multimodal models have it as a submodule."""
     return getattr(model, "language_model", model)
 
 
@@ -27,7 +27,7 @@ def logits_processor(model: Any) -> LogitsProcessor:
 
 
 def token_embedding(model: Any) -> nn.Module:
-    """The target's module from token ids to embeddings; `get_input_embeddings` is no sure way."""
+    """The target's token embedding. `get_input_embeddings` does not always return it."""
     language = language_model(model)
     found = getattr(getattr(language, "model", language), "embed_tokens", None)
     embedding: nn.Module = found if found is not None else model.get_input_embeddings()
@@ -35,9 +35,9 @@ def token_embedding(model: Any) -> nn.Module:
 
 
 class Vocabulary:
-    """Shared with the target by reference, but for what the checkpoint brings of its own.
+    """The draft's embedding and LM head: its checkpoint's own, else references to the target's.
 
-    No nn.Module, so that the draft neither registers nor loads the target's weights.
+    This is not an nn.Module, so that the draft neither registers nor loads the target's weights.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Vocabulary:
         """Target id of the largest logit, the lowest id on a tie, the same on every rank.
 
         hidden: [n, H] -> [n] int64, or with `weigh` [n, 2]: the id and p * CERTAIN. Ranks exchange
-        a few numbers a token, never the logits. Soft-capping and positive factors of the logits do
-        not move their maximum.
+        a few numbers per token, never the logits. Soft-capping and positive factors of the logits
+        do not change which logit is the largest.
         """
         parts = [self._best(tokens, weigh) for tokens in hidden.split(TOKEN_CHUNK)]
         ids, values = map(torch.cat, zip(*parts, strict=True))

@@ -30,7 +30,7 @@ class DFlashBlock(SpecInput):
     token_ids: Tensor  # [B, N] int64, column 0 is the anchor
     position_ids: Tensor  # [B, N] int64
     slots: Tensor  # [B, N] int64, KV slots in both pools
-    probabilities: Tensor | None = None  # [B, N-1] float32, the draft's own, where weighed
+    probabilities: Tensor | None = None  # [B, N-1] float32, the draft's own, if computed
     present: Tensor | None = None  # [B, N] bool, a prefix of each row; None: all positions
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
     topk: int = 1
@@ -55,7 +55,7 @@ class DFlashBlock(SpecInput):
         return field.flatten() if self.present is None else field[self.present]
 
     def unflatten(self, values: Tensor) -> Tensor:
-        """Bring a forward's values, [T, ..], to their positions: [B, N, ..], 0 where absent."""
+        """Put the values of a forward, [T, ..], at their positions: [B, N, ..], 0 if absent."""
         if self.present is None:
             return values.view(*self.token_ids.shape, *values.shape[1:])
         padded = values.new_zeros(*self.present.shape, *values.shape[1:])
@@ -155,7 +155,7 @@ class DFlashBlock(SpecInput):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         """FlashInfer's view of context and block: KV indices, KV indptr, query indptr, no mask.
 
-        paged_kernel_lens: [B] int64. Both indptrs lie where it lies, on the device or on the host.
+        paged_kernel_lens: [B] int64. Both indptrs are where it is, on the device or on the host.
         """
         requests, width = len(req_pool_indices), self.draft_token_num
         device, place = req_to_token.device, paged_kernel_lens.device

@@ -1,4 +1,4 @@
-"""Commit: requests and lengths take over the accepted tokens."""
+"""Commit: append the accepted tokens to their requests, and advance the lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Committer:
     def commit(
         self, batch: ScheduleBatch, verified: Verified, packed: Tensor
     ) -> GenerationBatchResult:
-        """Hand the accepted tokens to their requests. packed: `Accepted.packed` on the host."""
+        """Give the accepted tokens to their requests. packed: `Accepted.packed` on the host."""
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
             num_committed = verified.accepted.packed[:, -1] + 1
@@ -61,7 +61,7 @@ class Committer:
     def _commit_requests(
         self, batch: ScheduleBatch, packed: list[list[int]], widths: list[int]
     ) -> list[Committed]:
-        """packed: w draws a request, then num_accepted; widths: the verify width of each."""
+        """packed: w draws per request, then num_accepted; widths: the verify width of each."""
         committed = []
         think_end = batch.model_config.think_end_id
         for req, (*drawn, num_accepted), width in zip(batch.reqs, packed, widths, strict=True):
@@ -77,7 +77,8 @@ class Committer:
 def append_until_finished(req: Req, tokens: list[int]) -> int:
     """Append a request's committed tokens, as one-token decoding would.
 
-    The token that finishes the request is the last. Returns the number of tokens taken, at least 1.
+    The token that finishes the request is the last one. Returns the number of tokens taken, at
+    least 1.
     """
     before = len(req.output_ids)
     for part in _parts(req, tokens):
@@ -92,10 +93,10 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
 
 
 def _parts(req: Req, tokens: list[int]) -> list[list[int]]:
-    """Split tokens into runs that SGLang can judge at once.
+    """Split tokens into runs that SGLang can check in one call.
 
-    It finds the first end token of several. It looks for stop strings behind the last token alone,
-    and checks the length before all else.
+    Among several tokens, SGLang finds the first end token. But it looks for stop strings only at
+    the last token, and it checks the length before everything else.
     """
     sampling = req.sampling_params
     if req.grammar or req.to_finish or sampling.stop_strs or sampling.stop_regex_strs:
@@ -139,7 +140,7 @@ def _advance(batch: ScheduleBatch, accepted: Accepted) -> None:
 def _append_hidden_states(
     batch: ScheduleBatch, states: Sequence[Tensor], tokens: list[list[int]]
 ) -> None:
-    """Append the last layer's state of each committed position. states: [w, .. + H] a request."""
+    """Append the last layer's state of each committed position. states: [w, .. + H] per request."""
     hidden_size = batch.model_config.hidden_size
     for req, request_states, taken in zip(batch.reqs, states, tokens, strict=True):
         if req.return_hidden_states:

@@ -17,7 +17,7 @@ from sglang_dflash.runtime.verify_width import VerifyWidth
 
 
 class NextDraft(Protocol):
-    """A policy: the block that a step or a prefill leaves behind, or None to draft it later."""
+    """A policy: the block that is drafted after a step or a prefill, or None to draft it later."""
 
     def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
         """anchors: [B] int64, the first tokens."""
@@ -39,7 +39,7 @@ class DraftLater:
 
 
 class DraftAhead:
-    """Draft at once, and plan the verify of the draft where its width is known."""
+    """Draft at once, and plan the verify of the draft if its width is known."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DraftAhead:
         exact_lengths: bool,
         plans: bool,
     ) -> None:
-        """exact_lengths: the draft is planned by true lengths, so it waits for the accepted ones.
+        """exact_lengths: the draft is planned by true lengths, so it waits for them.
 
         plans: verifies are planned ahead.
         """
@@ -69,14 +69,14 @@ class DraftAhead:
         self, batch: ScheduleBatch, verified: Verified, packed: HostCopy
     ) -> DFlashBlock:
         if batch.return_hidden_states:
-            # The draft's graph may write where a narrower verify's graph left them.
+            # The draft's graph may overwrite those that a narrower verify's graph left.
             output = verified.output
             output.hidden_states = output.hidden_states.clone()
         accepted, rows = verified.accepted, batch.req_pool_indices
         most_committed: Tensor | int = verified.block.draft_token_num
         if self._exact_lengths:
             most_committed = packed.wait()[:, -1] + 1
-        # Only a request that ends in this step can come past the context length.
+        # Only a request that ends in this step can exceed the context length.
         seq_lens_cpu = (batch.seq_lens_cpu + most_committed).clamp(max=self._context_len)
         block = self._drafter.propose(batch, accepted.bonus, accepted.lens, seq_lens_cpu)
         if self._plans and self._verify_width.is_whole(len(rows)):

@@ -12,8 +12,8 @@ from sglang_dflash.core.reservation import ceil_align
 class DraftWindow:
     """Rows of the draft's own: the last `window` slots of the context, then the block's.
 
-    Slots and RoPE positions stay the target's. A row begins at a page boundary, as paged attention
-    wants, so the draft sees up to `page_size - 1` tokens more.
+    Slots and RoPE positions are still the target's. A row begins at a page boundary, because paged
+    attention needs this. So the draft sees up to `page_size - 1` more tokens.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from sglang_dflash.core.penalties import MinLength, Penalties, Penalty
 
 
 def has_rules(batch: ScheduleBatch) -> bool:
-    """Whether any request of a batch wants logits other than the target's."""
+    """Whether any request of a batch changes the target's logits."""
     info = batch.sampling_info
     return bool(
         info.penalizer_orchestrator.is_required
@@ -33,7 +33,7 @@ def has_rules(batch: ScheduleBatch) -> bool:
 
 
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
-    """A view on the tensors of SGLang's penalizers, empty where none is required."""
+    """A view of the tensors of SGLang's penalizers, without those that are not required."""
 
     def prepared(penalizer: type) -> Any:
         held = orchestrator.penalizers.get(penalizer)
@@ -57,9 +57,9 @@ def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
 
 
 def recount(penalties: Penalties, reqs: list[Req], device: str) -> None:
-    """Count the output that requests bring into a prefill: those that were retracted.
+    """Count the earlier output of requests that were retracted and are prefilled again.
 
-    SGLang starts its penalizers from nothing at every prefill.
+    SGLang resets its penalizers at every prefill.
     """
     outputs = [list(req.output_ids) for req in reqs]
     if longest := max(map(len, outputs)):
@@ -89,7 +89,7 @@ def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) 
 
 
 def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int) -> None:
-    """Fill mask rows for as long as the drafts are legal, then take the drafts back."""
+    """Fill mask rows as long as the drafts are legal, then roll the grammar back."""
     walked = 0
     while not grammar.is_terminated():
         grammar.fill_vocab_mask(mask, row + walked)
@@ -107,7 +107,8 @@ def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int)
 def run_custom_processors(logits: Tensor, info: SamplingBatchInfo, reqs: list[Req]) -> None:
     """Let each request's own processor change its logits in place. logits: [B, V].
 
-    SGLang's own processors assert that all requests of a call want the same, so each has a call.
+    SGLang's own processors assert that all requests of a call have the same parameters, so each
+    request has its own call.
     """
     for processor, mask in info.custom_logit_processor.values():
         for i in mask.nonzero().flatten().tolist():

@@ -40,7 +40,7 @@ def append_committed(
 ) -> None:
     """Append the log probabilities of each request's committed tokens.
 
-    logits: [w, V] a request, with the logit rules applied; tokens: the tokens that each request
+    logits: [w, V] per request, with the logit rules applied; tokens: those that each request
     took, from position 0 on.
     """
     wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
@@ -64,7 +64,7 @@ def append_committed(
 
 
 def _top(logprobs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
-    """The largest log probabilities and their ids, a list a token; nothing if none are wanted."""
+    """The largest log probabilities and their ids, a list per token; empty if `count` is 0."""
     if count == 0:
         return [], []
     values, ids = logprobs.topk(count)
@@ -72,7 +72,7 @@ def _top(logprobs: Tensor, count: int) -> tuple[list[list[float]], list[list[int
 
 
 def _append_top(req: Req, values: list[list[float]], ids: list[list[int]]) -> None:
-    """Append as many of the largest as the request asks for, a list a token."""
+    """Append as many of the largest as the request asks for, a list per token."""
     count = req.logprob.top_logprobs_num
     if count == 0:
         return
@@ -82,7 +82,7 @@ def _append_top(req: Req, values: list[list[float]], ids: list[list[int]]) -> No
 
 
 def _append_named(req: Req, logprobs: Tensor) -> None:
-    """Append those of the tokens that the request names. logprobs: [n, V]."""
+    """Append the values of the tokens that the request names. logprobs: [n, V]."""
     named = req.logprob.token_ids_logprob
     if named is None:
         return

@@ -1,4 +1,4 @@
-"""Counts of acceptance, beside SGLang's own: of a request, and of the server for Prometheus."""
+"""Acceptance counts beside SGLang's own: per request, and per server for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class AcceptanceHistogram(list[int]):
     """SGLang's histogram of a request, and the drafts that were verified for it.
 
     Entry n counts the steps that accepted n drafts. It travels from the scheduler to the tokenizer
-    process, where `hooks.meta_info` reads it. SGLang itself takes every block to be verified whole.
+    process, where `hooks.meta_info` reads it. SGLang itself assumes that blocks are verified whole.
     """
 
     num_verified = 0
@@ -19,7 +19,7 @@ class StepCounters:
     def __init__(self, block_size: int) -> None:
         from prometheus_client import Counter  # after SGLang has set its multiprocess directory
 
-        self._steps = Counter("sglang:spec_verify_steps", "Verify steps, a request each.")
+        self._steps = Counter("sglang:spec_verify_steps", "Verify steps, counted per request.")
         by_position = Counter(
             "sglang:spec_accepted_tokens_per_position", "Accepted drafts by position.", ["position"]
         )

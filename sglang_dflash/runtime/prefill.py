@@ -1,4 +1,4 @@
-"""Prefill: the target's forward of prompts, its first draw, and the context KV of every token."""
+"""Prefill: the target's forward over prompts, the first draw, the context KV of every token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prefill:
         self._runner = target.model_runner
         graphs = self._runner.piecewise_cuda_graph_runner
         if graphs is not None and not target.server_args.enable_breakable_cuda_graph:
-            # The captured model returns hidden states; only SGLang's runner does not know.
+            # The captured model returns hidden states. SGLang's runner assumes that it does not.
             graphs.capture_hidden_mode = CaptureHiddenMode.FULL
 
     def run(self, batch: ScheduleBatch) -> Prefilled:
@@ -53,7 +53,7 @@ class Prefill:
 
 
 def is_whole(batch: ScheduleBatch) -> bool:
-    """Whether all requests of a prefill go on to decode."""
+    """Whether all requests of a prefill start to decode after it."""
     if batch.is_prefill_only:
         return False
     return all(req.inflight_middle_chunks <= 0 for req in batch.reqs)
@@ -62,8 +62,8 @@ def is_whole(batch: ScheduleBatch) -> bool:
 def _append_prompt_states(batch: ScheduleBatch, states: Tensor) -> None:
     """Append the last layer's states of each request's last chunk. states: [T, .. + H].
 
-    SGLang itself takes a request's states from the place where they would lie if all requests
-    wanted theirs and no prefix were cached.
+    SGLang itself takes a request's states from a wrong place. It computes the place as if all
+    requests returned their states and no prefix were cached.
     """
     last_layer = states[:, -batch.model_config.hidden_size :]
     for req, chunk in zip(batch.reqs, last_layer.split(batch.extend_lens), strict=True):

@@ -39,8 +39,8 @@ class Drafter:
         """Draft the next block of every request.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
-        seq_lens_cpu: [B] int64 on the host, at least these, and exactly these for FlashInfer. The
-        block's slots hold the K/V of the draft's masks.
+        seq_lens_cpu: [B] int64 on the host, at least `seq_lens`, and exactly `seq_lens` for
+        FlashInfer. Afterwards the block's slots hold the K/V of the draft's masks.
         """
         rows = batch.req_pool_indices
         given = anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
@@ -59,7 +59,7 @@ class Drafter:
         drafts, probabilities = predicted[:, self._first_draft :], None
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
-            probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is no int64
+            probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is not an int64
         # This copies the drafts: the graphs of draft and target share memory.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return DFlashBlock(token_ids, positions, slots, probabilities)

@@ -1,4 +1,4 @@
-"""Sample: the target draws a token at every position, after a prefill and in blocks alike."""
+"""Sample: the target draws a token at every position, after a prefill and in a block."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class TargetSampler:
 
         logits: [T, V], float32 unless `is_argmax`, changed in place; positions: [T] int64 of the
         inputs; block: the block of these positions, or None after a prefill, which has one position
-        a request.
+        per request.
         """
         self._apply_rules(logits, batch, block)
         ids = self._draw(logits, batch, positions, block)
-        # Ranks hold the same logits up to rounding: a near-tie must not part them.
+        # The logits of ranks differ by rounding. At a near-tie, their tokens must still be equal.
         shared: Tensor = self._group.broadcast(ids, src=0)
         return shared
 
     def is_argmax(self, batch: ScheduleBatch) -> bool:
-        """Whether a batch asks for nothing but the largest logit of each position."""
+        """Whether a batch needs only the largest logit of each position."""
         return bool(batch.sampling_info.is_all_greedy) and not has_rules(batch)
 
     def _apply_rules(self, logits: Tensor, batch: ScheduleBatch, block: DFlashBlock | None) -> None:
@@ -95,10 +95,10 @@ class TargetSampler:
     def _draw_seeded(
         self, probs: Tensor, info: SamplingBatchInfo, positions: Tensor, filtered: Tensor
     ) -> Tensor:
-        """Draw each position by the path of its own parameters, so that its seed alone decides.
+        """Draw each position by the path of its own parameters, so that only its seed decides.
 
-        SGLang takes one path for a whole batch, and the two index their noise differently: by
-        vocabulary id, or by rank where a filter sorts. The caller overwrites greedy positions.
+        SGLang uses one path for a whole batch. The two paths index their noise differently: by
+        vocabulary id, or by rank if a filter sorts. The caller overwrites greedy positions.
         """
         drawn = torch.zeros_like(positions)
         for mask, sort in ((~filtered, False), (filtered, True)):

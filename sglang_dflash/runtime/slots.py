@@ -1,4 +1,4 @@
-"""KV slots behind every request, for the blocks to come. One allocation serves both pools."""
+"""KV slots behind every request for its next blocks. One allocation serves both pools."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Slots:
     def reserve(self, reqs: list[Req]) -> None:
         """Give every request its slots.
 
-        `ScheduleBatch.check_decode_mem` makes sure of the memory, by `tokens_for_next_decode`: the
-        scheduler calls it before each decode step.
+        Before each decode step, the scheduler calls `ScheduleBatch.check_decode_mem`. This makes
+        sure that there is enough memory, by `hooks.tokens_for_next_decode`.
         """
         short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + self._count]
         if not short:

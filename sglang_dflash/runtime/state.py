@@ -25,13 +25,13 @@ class DFlashState(SpecInput):
         return 1, 1
 
     def filter_batch(self, new_indices: Tensor, has_been_filtered: bool = True) -> None:
-        """Keep these requests. They are never filtered beforehand, whatever the flag says."""
+        """Keep these requests. The state is never filtered before, so the flag is ignored."""
         self.anchors = self.anchors[new_indices]
         if self.block is not None:
             self.block = self.block.filtered(new_indices)
 
     def merge_batch(self, other: DFlashState) -> None:
-        """Append other requests. Unless both sides are drafted, all are drafted anew."""
+        """Append other requests. Unless both sides are drafted, all are drafted again."""
         self.anchors = torch.cat([self.anchors, other.anchors])
         if self.block is None or other.block is None:
             self.block = None

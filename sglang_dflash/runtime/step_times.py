@@ -1,4 +1,4 @@
-"""Step times, measured at startup on forwards without requests."""
+"""Step times, measured at startup with dummy requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepTimer:
         grid = sorted({1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else set(widths))
         drafts = dict.fromkeys(batches, math.inf)
         verifies = dict.fromkeys(itertools.product(batches, grid), math.inf)
-        for _ in range(REPEATS):  # in turn, so that a slow moment falls on no width alone
+        for _ in range(REPEATS):  # in turn, so that a slow moment does not hit only one width
             for batch in batches:
                 drafts[batch] = min(drafts[batch], self._seconds(self._draft, batch))
             for batch, width in verifies:
@@ -79,11 +79,11 @@ class StepTimer:
         block = DFlashBlock(dummy, block_positions(seq_lens, width), dummy)
         forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
         output = self._verifier.dry_run(forward, width)
-        slots = torch.ones_like(block.out_cache_loc)  # any that is written; no request is there
+        slots = torch.ones_like(block.out_cache_loc)  # any slot that is written; no request uses it
         self._context_kv.write(output.hidden_states, block.positions, slots)
 
     def _requests(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and lengths of requests that are not there: [B] int64 each, the last on the host."""
+        """Rows and lengths of dummy requests: [B] int64 each, the last one on the host."""
         seq_lens_cpu = torch.full((batch,), self._length)
         rows = torch.arange(batch, device=self._runner.device)
         return rows, seq_lens_cpu.to(rows.device), seq_lens_cpu

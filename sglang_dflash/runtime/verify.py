@@ -39,8 +39,8 @@ class Verified:
     def output(self) -> LogitsProcessorOutput:
         """The target's output at the T positions of the block.
 
-        next_token_logits: [T, V] as the draw saw them, float32 where more than their argmax is
-        asked for; hidden_states: [T, K * H], the features, then [.., H] of the last layer where
+        next_token_logits: [T, V] as the draw saw them, float32 if more than their argmax is
+        needed; hidden_states: [T, K * H], the features, then [.., H] of the last layer if
         requested.
         """
         return self.result.logits_output
@@ -60,15 +60,16 @@ class Verifier:
     def plan(
         self, rows: Tensor, block: DFlashBlock, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> None:
-        """Fill the inputs of this block's verify graph, while the host has nothing to wait for.
+        """Fill the inputs of this block's verify graph before the host waits.
 
         rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
-        lies in buffers that all graphs share, so any other graph's forward undoes it (`forget`).
+        is in buffers that all graphs share, so the forward of any other graph destroys it
+        (`forget`).
         """
         self._graphs.use(block.draft_token_num)
         graphs = self._runner.graph_runner
         if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
-            return  # only SGLang's own batch has the further inputs of these forwards
+            return  # these forwards have further inputs, which only SGLang's own batch has
         forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):
             return
@@ -77,11 +78,11 @@ class Verifier:
         self._planned = block, forward
 
     def forget(self) -> None:
-        """Drop the plan: a prefill or new graphs came between it and its verify."""
+        """Drop the plan, because a prefill or new graphs come between it and its verify."""
         self._planned = None
 
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
-        """Run the target over the block and accept the drafts that it draws itself."""
+        """Run the target over the block, and accept the drafts that equal its own draws."""
         self._graphs.use(block.draft_token_num)
         simulated = self._simulate(batch, block) if self._simulated > 0 else None
         result = self._forward(batch, block)
@@ -109,13 +110,13 @@ class Verifier:
         view.input_ids, view.out_cache_loc = block.draft_token, block.out_cache_loc
         view.spec_info = block
         view.return_hidden_states = False
-        view.replace_embeds = None  # SGLang leaves a prompt's behind
+        view.replace_embeds = None  # SGLang does not remove those of a prompt
         return self._target.forward_batch_generation(view, is_verify=True)
 
     def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
-        """Drafts that SGLANG_SIMULATE_ACC_LEN accepts of each request, [B] int64.
+        """The number of drafts that SGLANG_SIMULATE_ACC_LEN accepts per request, [B] int64.
 
-        They are copied before the verify is queued, so that the copy waits for nothing.
+        It is copied before the verify is queued, so that the copy waits for nothing.
         """
         accepted = []
         for req, width in zip(batch.reqs, block.lens, strict=True):
@@ -128,9 +129,9 @@ class Verifier:
     def _acceptable(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
         """The block's tokens, [B, w] int64, -1 for drafts that count as wrong.
 
-        Custom logit processors are user code that reads the request. They run on the anchor's
-        logits alone, so all drafts of such a request count as wrong and it commits one token a
-        step.
+        Custom logit processors are user code that reads the request. They run only on the
+        anchor's logits. So all drafts of such a request count as wrong, and it commits one token
+        per step.
         """
         tokens, info = block.token_ids, batch.sampling_info
         if block.present is not None:
@@ -150,7 +151,7 @@ class Verifier:
 
 
 def shallow_view(batch: ScheduleBatch) -> ScheduleBatch:
-    """A copy of the batch whose fields can be set: the scheduler's keeps its own.
+    """A copy of the batch. Setting its fields does not change the scheduler's batch.
 
     This takes a third of the time of `copy.copy`.
     """

@@ -8,18 +8,18 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class VerifyGraphs:
-    """Switches the target between verify widths; SGLang makes both for one width.
+    """Switches the target between verify widths. SGLang makes a backend and graphs for one width.
 
     A prefill runs on any pair.
     """
 
     def __init__(self, runner: ModelRunner, widths: Sequence[int], any_width: bool) -> None:
-        """any_width: the one attention backend there is serves all widths, without graphs."""
+        """any_width: there is one attention backend, which serves all widths without graphs."""
         self._runner, self._widths, self._any_width = runner, widths, any_width
         self.capture()
 
     def capture(self) -> None:
-        """Make the pairs of all widths but the whole block's, which the runner has."""
+        """Make the pairs of all widths except the whole block's, which the runner already has."""
         runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
         block_size = args.speculative_num_draft_tokens
         self._pairs = {block_size: (runner.attn_backend, graphs)}

@@ -16,7 +16,7 @@ from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_wid
 from sglang_dflash.runtime.block import DFlashBlock
 
 PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
-WORTH = 1.1  # the speed-up of a step that must be possible for the host to wait for a draft
+WORTH = 1.1  # the host waits for a draft only if a step can get this much faster
 
 
 class Choice(Protocol):
@@ -36,7 +36,7 @@ class VerifyWidth(Protocol):
         """Cut a drafted block."""
 
     def is_whole(self, requests: int) -> bool:
-        """Whether the blocks of so many requests are verified whole, known before they are drafted.
+        """Whether blocks of so many requests are verified whole. It is known before the draft.
 
         The verify of such a block can be planned ahead.
         """
@@ -44,7 +44,7 @@ class VerifyWidth(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """A choice that teaches nothing."""
+    """A choice from which nothing is learned."""
 
     block: DFlashBlock
 
@@ -79,7 +79,7 @@ class Weighed:
 
 
 class AdaptiveWidth:
-    """Verify the widths whose expected commits a second are highest.
+    """Verify the widths with the most expected commits per second.
 
     The policy combines two estimates: the acceptance of each draft, from its probability calibrated
     online, and the times of steps, measured at startup.
@@ -102,10 +102,10 @@ class AdaptiveWidth:
         return Weighed(block.cut(widths), probabilities, widths, self._survival)
 
     def is_whole(self, requests: int) -> bool:
-        """Narrower verifies of so many requests save less than a look at the draft costs.
+        """Narrower verifies of so many requests save less than waiting for the draft costs.
 
-        On a GPU that look leaves the device idle until the verify is planned. Attention over
-        unequal widths plans every verify anew in any case.
+        On a GPU this wait leaves the device idle until the verify is planned. Attention over
+        unequal widths plans every verify in any case, so there the result is False.
         """
         if self._unequal:
             return False

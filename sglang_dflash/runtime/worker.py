@@ -42,7 +42,7 @@ class DFlashWorker:
     def __init__(
         self, server_args: ServerArgs, target_worker: TpModelWorker, **place: int | None
     ) -> None:
-        """place: GPU, ranks and port, as SGLang hands them to every worker."""
+        """place: GPU, ranks and port, as SGLang passes them to every worker."""
         self.server_args, self.target_worker = server_args, target_worker
         self.model_runner = target_worker.model_runner
         self.model_config = target_worker.model_config
@@ -119,21 +119,21 @@ class DFlashWorker:
             self.context_kv,
             args.speculative_draft_window_size,
         )
-        # SGLang's 3-D positions want as many of each request.
+        # SGLang's 3-D positions need equal widths.
         unequal = platform_of(args).unequal_widths and not self.model_runner.model_is_mrope
         return AdaptiveWidth(block_size, timer.measure(widths), unequal)
 
     @torch.no_grad()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """One prefill, or one decode step.
+        """Run one prefill or one decode step.
 
-        Not in inference mode: SGLang's buffers outlive a call and are written outside of it too,
-        and its graphs of prefills were compiled without.
+        Inference mode is not used. SGLang's buffers outlive a call and are also written outside of
+        it, and its prefill graphs were compiled without inference mode.
         """
         return self._extend(batch) if batch.forward_mode.is_extend() else self._decode(batch)
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """One step: propose, verify, commit."""
+        """Run one step: propose, verify, commit."""
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
@@ -155,12 +155,12 @@ class DFlashWorker:
         self.context_kv.write(verified.output.hidden_states, block.positions, slots)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """One prefill. The host waits for the first tokens alone, while the draft still runs."""
+        """Run one prefill. The host waits only for the first tokens, while the draft still runs."""
         self.verifier.forget()
         prefilled = self._prefill.run(batch)
         anchors, result = prefilled.anchors, prefilled.result
         batch.spec_info = DFlashState(anchors, self.next_draft.after_prefill(batch, anchors))
-        # SGLang would merge a tensor with those of running batches, on the device.
+        # With a tensor, SGLang would merge it on the device with those of the running batches.
         batch.input_ids, result.next_token_ids = anchors, prefilled.copy.wait().numpy()
         return result
 
@@ -168,13 +168,13 @@ class DFlashWorker:
         """Nothing to clear: slots and rows are the target's, and stale draft KV is never read."""
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        """SGLang updates the target itself; the draft keeps its weights."""
+        """SGLang itself updates the target. The draft keeps its weights."""
         return True, "The target has the new weights, the draft keeps its own."
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """The request names the target's new weights; the draft keeps its own."""
         self.verifier.forget()
-        # SGLang captures the graphs of this width anew, if asked to.
+        # SGLang captures the graphs of this width again, if the request says so.
         self._graphs.use(self.server_args.speculative_num_draft_tokens)
         done: tuple[bool, str] = self.target_worker.update_weights_from_disk(recv_req)
         if recv_req.recapture_cuda_graph:
@@ -197,8 +197,8 @@ def _refuse_other_kv_dtype(target: TpModelWorker) -> None:
     runner = target.model_runner
     if runner.kv_cache_dtype != runner.dtype:
         raise Refusal(
-            f"The target keeps its KV in {runner.kv_cache_dtype}, as its checkpoint asks, and this "
-            "release keeps it in the model's dtype.",
+            f"The target's checkpoint requires KV in {runner.kv_cache_dtype}, but this release "
+            "keeps KV in the model's dtype.",
             "Use another checkpoint, or serve it without --speculative-algorithm DFLASH.",
         )
 

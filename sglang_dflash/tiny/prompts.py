@@ -1,6 +1,6 @@
-"""Held-out prompts of the bundled pair: no text that trained it holds one of them.
+"""Held-out prompts of the bundled pair: none of them occurs in the text that trained it.
 
-`prompts.jsonl` has one JSON object a line, with the fields of `Example`.
+`prompts.jsonl` has one JSON object per line, with the fields of `Example`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Example:
 
     kind: str  # one of KINDS
     prompt: str  # user message ("word", "json") or raw text to continue ("code")
-    answer: str  # "code" of the file: empty, nothing judges it
+    answer: str  # empty for "code" of the file, which is not judged
     check: Any = None  # "word": the number, int; "json": the record, dict
 
 
@@ -36,13 +36,13 @@ def pool(kind: str) -> tuple[Example, ...]:
 
 
 def held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
-    """`count` held-out prompts of a kind; a seed names an order, of which these are the first.
+    """The first `count` held-out prompts of a kind, in the order that the seed names.
 
-    Published results are of seed 1, the order of the file.
+    Published results use seed 1, the order of the file.
     """
     examples = list(pool(kind))
     if count > len(examples):
-        raise ValueError(f"{count} held-out prompts of kind {kind}: there are {len(examples)}.")
+        raise ValueError(f"{count} held-out prompts of kind {kind}: only {len(examples)} exist.")
     if seed != IN_ORDER:
         random.Random(f"{kind}-{seed}").shuffle(examples)
     return examples[:count]
