@@ -100,7 +100,10 @@ class InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.scheduler.cur_batch = None  # the watchdog's sign that nothing runs
+        # Its thread would hold the scheduler, and all weights, as long as the process lasts.
+        watchdog = self.scheduler.watchdog
+        watchdog.is_active, watchdog.dump_info = (lambda: False), None
+        watchdog.get_counter = lambda: 0
         inbox = self.scheduler.ipc_channels.recv_from_tokenizer
         if isinstance(inbox, zmq.Socket):  # rank 0's
             inbox.context.destroy(linger=0)
