@@ -22,11 +22,11 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	  --speculative-algorithm DFLASH --speculative-draft-model-path $(PAIR)/draft \
 	  --host 127.0.0.1 --port $(PORT) --sleep-on-idle
 
-test: $(READY)  ## the CI set, under 30 minutes on 2 cores
-	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadfile \
+test: $(READY)  ## the CI set, about 10 minutes on 2 cores
+	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
 	  --no-loadscope-reorder --durations 15
 
-test-full: $(READY)  ## the full cross, by hand; goes on where it stopped
+test-full: $(READY)  ## all combinations, by hand; continues where it stopped
 	$(BIN)/python -m pytest test --stepwise
 
 check: $(READY)  ## formatter, linter, type checker
@@ -34,7 +34,7 @@ check: $(READY)  ## formatter, linter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-style: $(READY)  ## let the formatter and the linter mend what they can
+style: $(READY)  ## let the formatter and the linter correct what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -53,7 +53,7 @@ bench: $(READY)  ## the sweep in 5 minutes, its table last
 	  --max-tokens 96 --repeats 2 \
 	  --threads $(or $(THREADS),1) --out build/bench.json
 
-results: $(READY)  ## the full sweep on this machine and its plots; goes on where it stopped
+results: $(READY)  ## the full sweep on this machine and its plots; continues where it stopped
 	PYTHON=$(BIN)/python benchmark/results.sh
 
 lock: $(READY)  ## resolve requirements.lock anew

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
+
+from test.servers import SERVERS
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# SGLang's modules look when they are imported. The rehearsal pretends that there is a GPU.
+# SGLang's modules read this when they are imported. The rehearsal simulates a GPU.
 if not torch.cuda.is_available() and "DFLASH_REHEARSAL" not in os.environ:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # unless a test asks: accepted drafts are counted
+os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # tests count accepted drafts, unless they set it
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +29,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = draft_config()
     write_draft(folder / "draft", config, draft_weights(config))
     return folder
+
+
+class ByServer(LoadScopeScheduling):
+    """Gives a worker all tests of a shared server, or all tests of a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return shared_server(nodeid) or nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+    return ByServer(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """The tests of a shared server come one after another, and before all others."""
+    yield
+    items.sort(key=lambda item: shared_server(item.nodeid) or "~")  # no server is named so
+
+
+def shared_server(nodeid: str) -> str | None:
+    """The name of the server that a test shares with others."""
+    return next((name for name in SERVERS if nodeid.endswith((f"[{name}]", f"-{name}]"))), None)

@@ -1,4 +1,4 @@
-"""Distributions made up by a test: a folder on PYTHONPATH is all that SGLang needs to find one."""
+"""Distributions that a test makes up. SGLang finds one if its folder is on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from textwrap import dedent
 
 
 def distribution(folder: Path, name: str, version: str, plugin: str | None = None) -> Path:
-    """Write a distribution; `plugin` is the body of its one SGLang plugin. Returns its path entry.
+    """Write a distribution. `plugin` is the body of its one SGLang plugin. Returns its path entry.
 
-    SGLang loads it in every process of a server, as it loads ours.
+    SGLang loads the plugin in every process of a server, as it loads sglang-dflash.
     """
     root = folder / f"{name}-{version}"
     info = root / f"{name}-{version}.dist-info"

@@ -1,4 +1,4 @@
-"""The distribution that lets the built-in run on CPU: inert unless named, exact where used."""
+"""Tests of the distribution that lets the built-in run on a CPU: inert unless named, and exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASSIGN = "sglang.srt.speculative.spec_utils.assign_req_to_token_pool_func"
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that an `install()` registers."""
+    """The names of the hooks that `install()` registers."""
     names: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: names.append(target))
     monkeypatch.delenv("SGLANG_SIMULATE_ACC_LEN", raising=False)

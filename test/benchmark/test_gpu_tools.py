@@ -1,4 +1,4 @@
-"""What the rungs for a GPU make of answers and traces."""
+"""Tests of the GPU rungs: how they end and continue, and how they read answers and traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ exec {python} "$@"
 def climb(
     folder: Path, *rungs: str, status: int, said: str = "what it said", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A dry run where each command of a rung, which is pytest's here, ends with this status."""
+    """A dry run in which each pytest command of a rung prints `said` and ends with `status`."""
     python = folder / "python"
     python.write_text(PYTHON.format(said=said, status=status, python=sys.executable))
     python.chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_rung_that_fails_says_what_to_read(tmp_path: Path) -> None:
 
 
 def test_a_rung_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """In one folder and at one commit."""
+    """Only in the same folder and at the same commit."""
     assert climb(tmp_path, "quantised", status=3).returncode == 1
     assert climb(tmp_path, "quantised", status=0).returncode == 0
     again = climb(tmp_path, "quantised", status=3)
@@ -65,7 +65,7 @@ def test_a_rung_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path) -> None:
-    """Nor does what another rung has left go."""
+    """A run with ONLY does not complete its rung, and the logs of another rung are kept."""
     assert climb(tmp_path, "quantised", status=0).returncode == 0
     assert climb(tmp_path, "tests", status=0, ONLY="one").returncode == 0
     whole = climb(tmp_path, "tests", status=3)
@@ -83,14 +83,14 @@ def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str) -
 
 
 def test_there_is_no_such_rung(tmp_path: Path) -> None:
-    """Nothing is run, of the rungs before it neither."""
+    """Nothing runs, not even the rungs before it."""
     done = climb(tmp_path, "quantised", "kernel", status=0)
     assert (done.returncode, done.stdout) == (2, "")
     assert "No rung kernel" in done.stderr
 
 
 def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
-    """But for one that ended with an error behind that. None left is the end of the rung."""
+    """Except a test that passed and then ended with an error. If none is left, the rung is done."""
     lines = "[gw0] [ 9%] PASSED test/a.py::one[x-1]", "[gw1] [ 9%] PASSED test/a.py::two"
     said = [*lines, "[gw1] [ 9%] ERROR test/a.py::two"]
     assert climb(tmp_path, "tests", status=1, said="\n".join(said)).returncode == 1
@@ -103,7 +103,7 @@ def test_equal_answers_do_not_part() -> None:
 
 
 def test_the_margin_is_the_targets_own() -> None:
-    """Of the two tokens at the first place that differs."""
+    """The margin is that of the two tokens at the first place that differs."""
     tops = [[[-0.1, 1, None]], [[-0.7, 2, None], [-0.75, 9, None]], [[-0.1, 3, None]]]
     parted = parting(answer([1, 9, 4]), answer([1, 2, 3], tops))
     assert parted == {"position": 1, "target": 2, "ours": 9, "margin": pytest.approx(0.05)}
@@ -121,7 +121,7 @@ def test_what_is_no_near_tie(ours: list[int]) -> None:
 
 
 def test_a_trace_is_summed_up(tmp_path: Path) -> None:
-    """Per step; kernels that overlap keep the device busy once."""
+    """Figures are per step. Kernels that overlap count once as busy time."""
 
     def event(category: str, name: str, begin: float, length: float) -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length}

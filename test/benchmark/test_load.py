@@ -1,4 +1,4 @@
-"""The load of a benchmark against a server that says what the test wants."""
+"""Tests of the benchmark's client, against a server with fixed answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = {
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Where it listens, and the chunks that it streams."""
+    """The URL of the server, and the chunks that it streams."""
     chunks: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -86,7 +86,7 @@ def test_what_a_server_refuses_is_told(server: Any) -> None:
     ("told", "message"), [([{"error": {"message": "aborted"}}], "aborted"), ([], "without a token")]
 )
 def test_a_stream_that_fails_is_no_answer(server: Any, told: Any, message: str) -> None:
-    """SGLang tells errors behind HTTP 200 once an answer has begun."""
+    """SGLang reports an error with HTTP 200 if the answer has already begun."""
     url, chunks = server
     chunks += told
     with pytest.raises(RuntimeError, match=message):

@@ -16,24 +16,26 @@ import requests
 from benchmark import step_cost
 from benchmark.sides import make_side, serving
 from sglang_dflash.tiny.prompts import held_out
-from test.server.conftest import chat
+from test.servers import chat
 
-SMALL = ["--threads", "1", "--max-total-tokens", "8192"]
+SMALL = ["--threads", "1", "--max-total-tokens", "2048"]
 TIMES = ("step", "host", "scheduler", "draft", "verify", "context_kv")
 
 
-def test_step_cost_splits_the_steps_of_both(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [*SMALL, "--batches", "1,3", "--contexts", "64,4096", "--steps", "12", "--repeats", "1"]
-    assert step_cost.main([*small, "--accept-length", "4.5", "--json"]) == 0
+@pytest.mark.parametrize("sides", ["ours", pytest.param("ours,builtin", marks=pytest.mark.full)])
+def test_step_cost_splits_the_steps(capsys: pytest.CaptureFixture[str], sides: str) -> None:
+    small = [*SMALL, "--batches", "1,3", "--contexts", "64,1024", "--steps", "12", "--repeats", "1"]
+    small += ["--sides", sides, "--accept-length", "4.5"]
+    assert step_cost.main([*small, "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert "SIMULATED" in captured.err
     assert "SIMULATED" in result["versions"]["acceptance"]
     assert set(result) == {"rows", "hardware", "versions"}
     points = {(row["side"], row["batch"], row["context"]) for row in result["rows"]}
-    fitting = [(1, 64), (3, 64), (1, 4096)]
-    assert points == {(side, *point) for side in ("ours", "builtin") for point in fitting}
-    assert "Left out: batch 3 at context 4096" in captured.err
+    fitting = [(1, 64), (3, 64), (1, 1024)]
+    assert points == {(side, *point) for side in sides.split(",") for point in fitting}
+    assert "Left out: batch 3 at context 1024" in captured.err
     for row in result["rows"]:
         assert set(row) == {
             "side",
@@ -48,6 +50,7 @@ def test_step_cost_splits_the_steps_of_both(capsys: pytest.CaptureFixture[str]) 
         assert row["accept_length"] == pytest.approx(4.5, abs=1 / 12)
 
 
+@pytest.mark.full
 def test_an_interrupted_sweep_keeps_its_points_and_leaves_no_server(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     command = [
@@ -61,7 +64,7 @@ def test_an_interrupted_sweep_keeps_its_points_and_leaves_no_server(tmp_path: Pa
         *SMALL,
     ]
     command += ["--data", "word", "--prompts", "4", "--repeats", "1", "--concurrency", "1,2,4"]
-    command += ["--max-tokens", "512", "--ignore-eos"]
+    command += ["--max-tokens", "96", "--ignore-eos"]
     run = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What the benchmark computes, without a server."""
+"""Tests of the benchmark's calculations, without a server."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_bundled_prompts_know_their_answers(kind: str) -> None:
 
 
 def test_more_bundled_prompts_than_there_are_end_the_run() -> None:
-    with pytest.raises(SystemExit, match="1000 held-out prompts of kind word: there are 256"):
+    with pytest.raises(SystemExit, match="1000 held-out prompts of kind word: only 256 exist"):
         workloads.load("word", 1000, seed=1)
 
 

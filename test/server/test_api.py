@@ -1,4 +1,4 @@
-"""The rest of the API on one server: streams, n, echo, sessions, pauses, metrics, sampling."""
+"""The rest of the API: streams, n, echo, sessions, pauses, metrics, sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,15 @@ from tokenizers import Tokenizer
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
-from test.server.conftest import FULL, Client, chat, running
+from test.server.conftest import on
+from test.servers import TWO_RANKS, Client, chat
 
 TOKENIZER = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
 WORD = held_out("word", 4, seed=9)
 CODE = held_out("code", 2, seed=9)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Client]:
-    flags = ["--enable-metrics", "--enable-priority-scheduling", "--page-size", "4", *FULL]
-    with running(*flags, dflash=True) as client:
-        yield client
+pytestmark = on(TWO_RANKS)
 
 
 @pytest.fixture
@@ -159,11 +155,11 @@ def test_session(server: Client, reference: Client) -> None:
 def test_pause_and_continue(server: Client, reference: Client, mode: str) -> None:
     """pause_generation in mid-answer changes nothing of the answer."""
     prompt = CODE[1].prompt
-    expected = reference.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
+    expected = reference.generate(prompt, max_new_tokens=160, ignore_eos=True)["output_ids"]
     found: list[list[int]] = []
     thread = threading.Thread(
         target=lambda: found.append(
-            server.generate(prompt, max_new_tokens=300, ignore_eos=True)["output_ids"]
+            server.generate(prompt, max_new_tokens=160, ignore_eos=True)["output_ids"]
         )
     )
     thread.start()

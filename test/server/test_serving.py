@@ -1,44 +1,21 @@
-"""Token for token the target's own answers, over HTTP, in rotated configurations."""
+"""Token for token the target's own answers, over HTTP, on servers of several configurations."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import requests
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
-from test.server.conftest import FULL, Client, chat, running
+from test.server.conftest import on
+from test.servers import TWO_RANKS, Client, chat
 
-CONFIGURATIONS = {
-    "page1": [],
-    "page16-chunk32": ["--page-size", "16", "--chunked-prefill-size", "32"],
-    "page256-noradix": ["--page-size", "256", "--disable-radix-cache"],
-    "chunk4": ["--chunked-prefill-size", "4"],
-    "tp2": ["--tp", "2"],
-}
-
-
-IN_CI = ("page16-chunk32", "page256-noradix", "tp2")
-Mixed: TypeAlias = list[tuple[str, dict[str, Any]]]  # prompts and the target's answers
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in IN_CI else pytest.mark.full)
-        for name in CONFIGURATIONS
-    ],
-    ids=str,
-)
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Client]]:
-    with running(*CONFIGURATIONS[request.param], *FULL, dflash=True) as client:
-        yield request.param, client
+pytestmark = on("page 16, chunks", TWO_RANKS, "page 1", "page 256, no radix", "chunks of 4")
 
 
 def mixed_prompts() -> list[str]:
@@ -52,11 +29,14 @@ def mixed_prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def mixed(reference: Client) -> Mixed:
-    return [(prompt, reference.generate(prompt, max_new_tokens=96)) for prompt in mixed_prompts()]
+def mixed(reference: Client) -> list[tuple[str, dict[str, Any]]]:
+    """Each prompt with the target's answer."""
+    prompts = mixed_prompts()
+    return list(zip(prompts, reference.generate_many(prompts, max_new_tokens=96), strict=True))
 
 
 def visible(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """What a client sees."""
     meta = answer["meta_info"]
     return (
         answer["text"],
@@ -67,75 +47,78 @@ def visible(answer: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def test_concurrent_requests_equal_the_target(server: tuple[str, Client], mixed: Mixed) -> None:
-    _, client = server
-    answers = client.generate_many([prompt for prompt, _ in mixed], max_new_tokens=96)
+def test_concurrent_requests_equal_the_target(
+    server: Client, mixed: list[tuple[str, dict[str, Any]]]
+) -> None:
+    answers = server.generate_many([prompt for prompt, _ in mixed], max_new_tokens=96)
     for answer, (_, expected) in zip(answers, mixed, strict=True):
         assert visible(answer) == visible(expected)
     steps = sum(a["meta_info"]["spec_verify_ct"] for a in answers)
     accepted = sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers)
     assert (accepted + steps) / steps > 2, "acceptance collapsed"
-    client.flush()
+    server.flush()
 
 
 def trace(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """How many drafts each step accepted, and the tokens."""
     meta = answer["meta_info"]
     return meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"], answer["output_ids"]
 
 
-def test_prefix_hits_keep_the_accept_trace(server: tuple[str, Client], mixed: Mixed) -> None:
+def test_prefix_hits_keep_the_accept_trace(
+    server: Client, mixed: list[tuple[str, dict[str, Any]]]
+) -> None:
     """B1, B3: whole, partial and inside-a-page hits accept what a cold prefill accepts."""
-    name, client = server
     prompt = max((p for p, _ in mixed if p.startswith("<|im_start|>")), key=len)
     variants = [prompt, prompt + "Then", prompt[: len(prompt) // 2], prompt[:-30] + " and 7"]
     for variant in variants:
-        client.flush()
-        cold = client.generate(variant)
-        client.flush()
-        client.generate(prompt)
-        warm = client.generate(variant)
+        server.flush()
+        cold = server.generate(variant)
+        server.flush()
+        server.generate(prompt)
+        warm = server.generate(variant)
         assert trace(warm) == trace(cold)
         assert cold["meta_info"]["cached_tokens"] == 0
-        if "noradix" not in name and variant.startswith(prompt):
+        if "--disable-radix-cache" not in server.flags and variant.startswith(prompt):
             assert warm["meta_info"]["cached_tokens"] > 0
 
 
-def test_abort_in_mid_block(server: tuple[str, Client], mixed: Mixed) -> None:
+def test_abort_in_mid_block(server: Client, mixed: list[tuple[str, dict[str, Any]]]) -> None:
     """An aborted request leaves nothing behind: the next ones answer as before."""
-    _, client = server
     rid = f"abort-{random.random()}"
     answer: list[requests.Response] = []
 
     def ask() -> None:
         body = {"text": "def f(", "rid": rid, "stream": False}
         body["sampling_params"] = {"max_new_tokens": 8000, "temperature": 0, "ignore_eos": True}
-        answer.append(requests.post(f"{client.url}/generate", json=body, timeout=300))
+        answer.append(requests.post(f"{server.url}/generate", json=body, timeout=300))
 
     thread = threading.Thread(target=ask)
     thread.start()
     time.sleep(1.0)
-    assert client.post("/abort_request", {"rid": rid}).status_code == 200
+    assert server.post("/abort_request", {"rid": rid}).status_code == 200
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert answer[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
     prompt, expected = mixed[0]
-    assert visible(client.generate(prompt, max_new_tokens=96)) == visible(expected)
-    client.flush()
+    assert visible(server.generate(prompt, max_new_tokens=96)) == visible(expected)
+    server.flush()
 
 
-def test_release_resume_and_weight_update(server: tuple[str, Client], mixed: Mixed) -> None:
+def test_release_resume_and_weight_update(
+    server: Client, mixed: list[tuple[str, dict[str, Any]]]
+) -> None:
     """B25: weights updated from disk, memory released and resumed: the same accept trace."""
-    _, client = server
     prompt, expected = mixed[1]
-    client.flush()
-    before = client.generate(prompt, max_new_tokens=96)
+    server.flush()
+    before = server.generate(prompt, max_new_tokens=96)
     again = {"model_path": str(TARGET), "recapture_cuda_graph": True}
-    updated = client.post("/update_weights_from_disk", again)
+    updated = server.post("/update_weights_from_disk", again)
     assert updated.json()["success"], updated.text
-    assert trace(client.generate(prompt, max_new_tokens=96)) == trace(before)
-    assert client.post("/release_memory_occupation").status_code == 200
-    assert client.post("/resume_memory_occupation").status_code == 200
-    client.flush()
-    after = client.generate(prompt, max_new_tokens=96)
+    assert trace(server.generate(prompt, max_new_tokens=96)) == trace(before)
+    assert server.post("/release_memory_occupation").status_code == 200
+    assert server.post("/resume_memory_occupation").status_code == 200
+    server.flush()
+    after = server.generate(prompt, max_new_tokens=96)
     assert trace(after) == trace(before)
     assert visible(after) == visible(expected)

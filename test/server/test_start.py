@@ -25,8 +25,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test import inprocess  # loads the plugins
 from test.plugins import distribution
-from test.server.conftest import DFLASH, Client, chat, running
-from test.server.test_serving import mixed_prompts, visible
+from test.servers import DFLASH, Client, chat, running
 
 assert inprocess
 
@@ -174,6 +173,7 @@ def breakages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     }
 
 
+@pytest.mark.full  # test_refusals.py checks the same in the process of a test
 @pytest.mark.parametrize("why", ["no hook on", "SGLang is"])
 def test_half_a_plugin_refuses_dflash(breakages: dict[str, dict[str, str]], why: str) -> None:
     """One line that says why, and a status that is not 0: never the built-in in our name."""
@@ -191,6 +191,7 @@ def test_half_a_plugin_refuses_dflash(breakages: dict[str, dict[str, str]], why:
     assert named in ours[0]
 
 
+@pytest.mark.full  # test_refusals.py asks the same of the arguments
 def test_half_a_plugin_refuses_nothing_else(
     breakages: dict[str, dict[str, str]], expected: list[list[int]]
 ) -> None:
@@ -207,20 +208,6 @@ def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch: pytest.Mon
         ServerArgs(speculative_algorithm="DFLASH", **arguments)
     with pytest.raises(ValueError, match="only supports CUDA"):
         ServerArgs(speculative_algorithm="NGRAM", **arguments)
-
-
-def test_small_pool_retracts_over_http(reference: Client) -> None:
-    """32 at once on KV for a few: some are retracted, all get the target's own tokens."""
-    prompts = mixed_prompts()
-    options = {"max_new_tokens": 128, "ignore_eos": True}
-    alone = reference.generate_many(prompts, **options)
-    flags = ["--max-total-tokens", "1024", "--page-size", "4"]
-    with running(*flags, "--schedule-conservativeness", "0.01", dflash=True) as client:
-        answers = client.generate_many(prompts, **options)
-        client.flush()
-        log = client.server.log.read_text()
-    assert [visible(answer) for answer in answers] == [visible(answer) for answer in alone]
-    assert "Retract requests" in log
 
 
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {
@@ -302,11 +289,8 @@ def test_demo(demo: Demo) -> None:
     assert demo.leftover == []
 
 
-@pytest.mark.parametrize(
-    "how",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)],
-    ids=lambda s: s.name,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
 def test_interrupted_demo_leaves_nothing(demo: Demo, how: signal.Signals) -> None:
     """Ended while a server starts: the server's processes, and so its ports, are gone too."""
     demo.watch(300, until=4)
@@ -315,63 +299,3 @@ def test_interrupted_demo_leaves_nothing(demo: Demo, how: signal.Signals) -> Non
     assert demo.process.poll() not in (None, 0)
     assert len(demo.family) >= 4
     assert demo.leftover == []
-
-
-# Rank 1 holds, at every row of the target, another token one ulp above the winner, and in the draft
-# the other neighbour of every hidden value. Both ranks note what they verify and what they commit.
-APART = """
-    import json, os
-    from pathlib import Path
-
-
-    def plugin():
-        import torch
-        from sglang.srt.distributed import get_tensor_model_parallel_rank as rank
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        def note(kind, value):
-            with (Path(os.environ["NOTES"]) / f"rank{rank()}").open("a") as file:
-                print(json.dumps([kind, value]), file=file)
-
-        def hidden(processor, states, *args, **kwargs):
-            if rank() == 1:
-                states = torch.nextafter(states, torch.full_like(states, torch.inf))
-            return (processor, states, *args), kwargs
-
-        def logits(result, *args, **kwargs):
-            if rank() == 1:
-                top, at = result.max(dim=-1, keepdim=True)
-                above = torch.nextafter(top, torch.full_like(top, torch.inf))
-                result.scatter_(1, (at + 1) % 2048, above)
-
-        def blocks(worker, batch, *args, is_verify=False, **kwargs):
-            if batch is not None and is_verify:
-                note("blocks", batch.input_ids.tolist())
-
-        def commits(result, scheduler, batch, *args, **kwargs):
-            for req in batch.reqs:
-                drafts = req.spec_verify_ct, req.spec_num_correct_drafts
-                note("commit", [req.rid, list(req.output_ids), *drafts])
-
-        processor = "sglang.srt.layers.logits_processor.LogitsProcessor"
-        worker = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
-        HookRegistry.register(f"{processor}._compute_lm_head", hidden, HookType.BEFORE)
-        HookRegistry.register(f"{processor}._get_logits", logits, HookType.AFTER)
-        HookRegistry.register(worker, blocks, HookType.BEFORE)
-        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", commits)
-"""
-
-
-def test_ranks_that_round_differently_stay_together(
-    expected: list[list[int]], tmp_path: Path
-) -> None:
-    """B9: near-ties fall otherwise on rank 1, yet both ranks draft, accept and commit the same."""
-    environment = {"PYTHONPATH": str(distribution(tmp_path, "apart", "1.0", APART))}
-    environment["NOTES"] = str(tmp_path)
-    with running("--tp", "2", dflash=True, environment=environment) as client:
-        assert [a["output_ids"] for a in client.generate_many(PROMPTS)] == expected
-        client.generate_many(PROMPTS, temperature=1.0)
-        client.flush()
-    first, second = ((tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1))
-    assert len(first) > 20
-    assert first == second

@@ -1,24 +1,24 @@
-"""SGLang's own test kits (`sglang.test.kits`) against our server and against the reference.
+"""SGLang's own test kits (`sglang.test.kits`) on a DFLASH server, and on one without speculation.
 
 A kit is a mixin for a `unittest.TestCase` that holds `base_url` and `process`. pytest does not
-parametrise those, so `Kit` is a plain class with a test case's assertions, and the fixture `server`
-fills in the rest for both sides. A kit test is overridden in the class that takes the kit, with the
+parametrise those, so `Kit` is a plain class with a test case's assertions, and the fixture
+`kit_server` fills in the rest. A kit test is overridden in the class that takes the kit, with the
 reason as its docstring; `test_overrides.py` holds the table in docs/limits.md to that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny import TARGET
-from test.server.conftest import Client, running
+from test.server.conftest import params
+from test.servers import Client
 
 _case = unittest.TestCase()
 
@@ -26,9 +26,8 @@ _case = unittest.TestCase()
 class Kit:
     """What SGLang's kits expect of the class that they are mixed into."""
 
-    pytestmark = pytest.mark.usefixtures("server")
-    flags: ClassVar[tuple[str, ...]] = ("--constrained-json-disable-any-whitespace",)  # of both
-    environment: ClassVar[dict[str, str]] = {"SGLANG_DFLASH_DRAFT_AHEAD": "on"}
+    pytestmark = pytest.mark.usefixtures("kit_server")
+    servers: ClassVar[tuple[str, ...]] = ("auto, ahead", "no speculation")
     model = str(TARGET)
     base_url: str
     client: Client
@@ -51,46 +50,19 @@ class Kit:
         monkeypatch.setattr(self, method, lambda **asked: helper(**(asked | ours)))
 
 
-@pytest.fixture(
-    scope="package",
-    params=[
-        pytest.param(True, id="dflash"),
-        pytest.param(False, id="reference", marks=pytest.mark.full),
-    ],
-)
-def dflash(request: pytest.FixtureRequest) -> bool:
-    """The side: a DFLASH server, or the same install without speculation."""
-    side: bool = request.param
-    return side
-
-
-@pytest.fixture(scope="package")
-def start(dflash: bool) -> Iterator[Callable[[type[Kit]], Client]]:
-    """Gives a class its server; one runs at a time and stays while the flags stay the same."""
-    held = contextlib.ExitStack()
-    now: tuple[Any, Client] | None = None
-
-    def server_for(cls: type[Kit]) -> Client:
-        nonlocal now
-        key = (cls.flags, cls.environment)
-        if now is None or now[0] != key:
-            held.close()
-            client = running(*cls.flags, dflash=dflash, environment=cls.environment)
-            now = key, held.enter_context(client)
-        return now[1]
-
-    with held:
-        yield server_for
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every kit runs on the servers that its class names."""
+    if metafunc.cls is not None and issubclass(metafunc.cls, Kit):
+        servers = params(metafunc.cls.servers)
+        metafunc.parametrize("server", servers, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="class")
-def server(
-    request: pytest.FixtureRequest, dflash: bool, start: Callable[[type[Kit]], Client]
-) -> None:
+def kit_server(request: pytest.FixtureRequest, server: Client) -> None:
     """Fill in what the kits read from their class."""
     cls = request.cls
-    cls.dflash, cls.client = dflash, start(cls)
-    cls.base_url, cls.process = cls.client.url, cls.client.server._process
+    cls.client, cls.dflash = server, server.dflash
+    cls.base_url, cls.process = server.url, server.server._process
 
 
 @pytest.fixture(autouse=True)

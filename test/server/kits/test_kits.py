@@ -1,4 +1,4 @@
-"""Every kit that SGLang ships for a server like ours, with as few servers as their flags allow."""
+"""Every kit that SGLang ships for a server like ours, on the servers that `conftest.py` shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import requests
@@ -38,8 +38,8 @@ from sglang.test.kits.spec_server_kits import (
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
 from sglang_dflash.tiny.prompts import Example, final_answer, held_out
-from test.server.conftest import chat
 from test.server.kits.conftest import Kit
+from test.servers import Client, chat
 
 WORD = held_out("word", 8, seed=31)
 RECORD = held_out("json", 1, seed=31)[0]
@@ -225,7 +225,7 @@ class TestSpecCorrectness(SpecCorrectnessKit, Kit):
 
 class TestSpecParity(SpecParityKit, Kit):
     @pytest.fixture(autouse=True)
-    def answers(self, reference: Any) -> None:
+    def answers(self, reference: Client) -> None:
         """In place of the kit's `setUpClass`, which starts its reference for a GPU."""
         self.parity_ref_outputs = {p: _greedy(reference.url, p) for p in self.parity_prompts}
 
@@ -269,13 +269,10 @@ class TestSpecFeature(SpecFeatureKit, Kit):
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) == RECORD.check
 
 
-@pytest.mark.full
 class TestWaitingTimeout(WaitingTimeoutMixin, Kit):
-    flags = ("--max-running-requests", "1")
-    environment: ClassVar = {"SGLANG_REQ_WAITING_TIMEOUT": "0.2"}
+    servers = ("short wait", "no speculation, short wait")
 
 
-@pytest.mark.full
 class TestRunningTimeout(RunningTimeoutTwoWaveMixin, Kit):
-    environment: ClassVar = {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
+    servers = ("short run", "no speculation, short run")
     running_timeout_sleep = 1

@@ -1,19 +1,17 @@
-"""Broken drafts over the real command: one clear line, status 1, no traceback, nothing loaded."""
+"""Broken drafts are refused in one clear line."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 import torch
 
+from sglang_dflash.errors import Refusal
 from test.checkpoints import draft_config, draft_weights, write_draft
-from test.worker.test_refusals import launch, refused
+from test.worker.test_refusals import arguments, launch, refused
 
 
 def sound(folder: Path) -> Path:
@@ -57,8 +55,7 @@ def nothing(folder: Path) -> None:
     """The path does not exist."""
 
 
-Breaking: TypeAlias = Callable[[Path], None]
-Answers: TypeAlias = dict[Breaking, subprocess.CompletedProcess[str]]
+Breaking = Callable[[Path], None]
 BROKEN: dict[Breaking, str] = {
     truncated: "truncated",
     missing_shard: "gone.safetensors",
@@ -70,22 +67,19 @@ BROKEN: dict[Breaking, str] = {
 }
 
 
-@pytest.fixture(scope="module")
-def answers(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """The command's result on each of them, two at a time."""
-    folder = tmp_path_factory.mktemp("broken")
-
-    def run(breaking: Breaking) -> subprocess.CompletedProcess[str]:
-        breaking(folder / breaking.__name__)
-        flags = ["--model-path", str(small / "target"), "--speculative-algorithm", "DFLASH"]
-        return launch(*flags, "--speculative-draft-model-path", str(folder / breaking.__name__))
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(BROKEN, pool.map(run, BROKEN), strict=True))
-
-
 @pytest.mark.parametrize("breaking", BROKEN)
-def test_a_broken_draft_is_one_line(answers: Answers, breaking: Breaking) -> None:
-    line = refused(answers[breaking])
-    assert BROKEN[breaking] in line
-    assert "fetch" in line.lower() or "give" in line.lower()
+def test_a_broken_draft_is_refused(target: str, tmp_path: Path, breaking: Breaking) -> None:
+    breaking(tmp_path / "draft")
+    with pytest.raises(Refusal, match=BROKEN[breaking]) as caught:
+        arguments(target, str(tmp_path / "draft"))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "fetch" in message.lower() or "give" in message.lower()
+
+
+def test_the_command_ends_with_one_line(target: str, tmp_path: Path) -> None:
+    """Status 1 and no traceback: nothing is loaded."""
+    not_a_number(tmp_path / "draft")
+    flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
+    line = refused(launch(*flags, "--speculative-draft-model-path", str(tmp_path / "draft")))
+    assert BROKEN[not_a_number] in line

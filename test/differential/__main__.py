@@ -1,0 +1,42 @@
+"""`python -m test.differential --requests N --seed S [server flags]`
+
+Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
+server the same in random company, and compares every field of every answer. A request that differs
+is printed with its number; `--only NUMBER` replays it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from test.differential.ask import Report, compare
+from test.servers import ALL_FEATURES, running, without_speculation
+
+
+def show(report: Report, seed: int) -> None:
+    for request, found in report.differing:
+        print(f"\nREQUEST {request.number} (seed {seed}) DIFFERS: {found}")
+        print(f"  {request.path} {json.dumps(request.body)[:1500]}")
+    print(json.dumps({"features": dict(sorted(report.features.items()))}))
+    counts = {"compared": report.compared, "differing": len(report.differing)}
+    print(json.dumps({"seed": seed, **counts}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m test.differential", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="replay these requests")
+    arguments, flags = parser.parse_known_args()
+    numbers = arguments.only or range(arguments.requests)
+    with without_speculation() as plain, running(*ALL_FEATURES, *flags, dflash=True) as dflash:
+        report = compare(arguments.seed, numbers, plain.url, dflash.url)
+    show(report, arguments.seed)
+    return 1 if report.differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

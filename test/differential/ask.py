@@ -1,0 +1,94 @@
+"""Asks a server without speculation one by one and a DFLASH server in company, and compares."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from test.differential.draw import Request, draw
+from test.differential.judge import judge
+
+SHOWN = 3000  # characters of an answer that differs
+
+
+@dataclass
+class Report:
+    compared: int = 0
+    features: dict[str, int] = field(default_factory=dict)  # how many requests had each
+    differing: list[tuple[Request, str]] = field(default_factory=list)
+
+
+def ask(url: str, request: Request) -> Any:
+    """The answer: JSON, or for a stream its chunks joined; an error as its status and text."""
+    stream = request.body.get("stream", False)
+    answer = requests.post(f"{url}{request.path}", json=request.body, timeout=600, stream=stream)
+    if answer.status_code != 200:
+        return {"status": answer.status_code, "error": answer.text}
+    if not stream:
+        return answer.json()
+    chunks = [
+        json.loads(line[6:])
+        for line in answer.iter_lines()
+        if line.startswith(b"data: ") and line != b"data: [DONE]"
+    ]
+    return chunks[-1] if request.path == "/generate" else joined(chunks)
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """An OpenAI stream as one object: text, logprobs, finish reason and usage."""
+    whole: dict[str, Any] = {"text": "", "logprobs": [], "calls": "", "finish": None, "usage": None}
+    for chunk in chunks:
+        whole["usage"] = chunk.get("usage") or whole["usage"]
+        for choice in chunk.get("choices", []):
+            delta = choice.get("delta") or {}
+            whole["text"] += choice.get("text") or delta.get("content") or ""
+            for call in delta.get("tool_calls") or []:
+                part = call["function"]
+                whole["calls"] += (part.get("name") or "") + (part.get("arguments") or "")
+            whole["logprobs"] += _logprob_items(choice.get("logprobs"))
+            whole["finish"] = choice.get("finish_reason") or whole["finish"]
+            whole["matched_stop"] = choice.get("matched_stop") or whole.get("matched_stop")
+    return whole
+
+
+def _logprob_items(logprobs: dict[str, Any] | None) -> list[Any]:
+    if not logprobs:
+        return []
+    if "content" in logprobs:
+        return logprobs["content"] or []
+    columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    return [list(item) for item in zip(*columns, strict=True)]
+
+
+def ask_with_company(url: str, request: Request) -> Any:
+    time.sleep(request.delay)
+    if request.abort_after is not None:
+        rid = request.body["rid"]
+        aborting = threading.Timer(
+            request.abort_after, requests.post, (f"{url}/abort_request",), {"json": {"rid": rid}}
+        )
+        aborting.start()
+    return ask(url, request)
+
+
+def compare(seed: int, numbers: range | list[int], plain: str, dflash: str) -> Report:
+    """Ask both servers, given by their URLs, these requests of a seed."""
+    asked = [draw(number, seed) for number in numbers]
+    expected = [ask(plain, request) for request in asked]
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda request: ask_with_company(dflash, request), asked))
+    report = Report()
+    for request, ours, theirs in zip(asked, got, expected, strict=True):
+        report.compared += 1
+        for feature in request.features:
+            report.features[feature] = report.features.get(feature, 0) + 1
+        if found := judge(request, ours, theirs):
+            answers = (json.dumps(answer)[:SHOWN] for answer in (ours, theirs))
+            report.differing.append((request, "\n  ".join([found[:600], *answers])))
+    return report

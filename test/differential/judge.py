@@ -1,0 +1,78 @@
+"""Compares two answers to one request, field by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from test.differential.draw import Request
+from test.precision import HIDDEN_STATE_BOUND, logprob_bound
+
+IGNORED = {  # fields that differ between any two servers
+    "id",
+    "created",
+    "e2e_latency",
+    "cached_tokens",
+    "weight_version",
+    "prompt_tokens_details",
+    "cached_tokens_details",
+    "num_retractions",
+    "request_received_ts",
+    "response_sent_to_client_ts",
+    "tool_call_id",
+}
+
+
+def judge(request: Request, ours: Any, theirs: Any) -> str | None:
+    """The first difference, or None. An aborted answer must be a beginning of the whole one."""
+    if request.abort_after is None:
+        return difference(ours, theirs, logprob_bound(request.temperature))
+    ids, whole = ours.get("output_ids", []), theirs.get("output_ids", [])
+    if ids != whole[: len(ids)]:
+        return "an aborted answer is no beginning of the whole one"
+    kind = (ours["meta_info"]["finish_reason"] or {}).get("type")
+    return None if kind == "abort" or len(ids) == len(whole) else f"aborted, but finished by {kind}"
+
+
+def difference(ours: Any, theirs: Any, bound: float, where: str = "") -> str | None:
+    """The first place where two answers differ, or None. Numbers may be `bound` apart."""
+    if _is_forbidden(ours) and _is_forbidden(theirs):
+        return None
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return _difference_of_fields(ours, theirs, bound, where)
+    if isinstance(theirs, list) and isinstance(ours, list):
+        if where.endswith("hidden_states[0]"):  # the prompt's, without what each server had cached
+            least = min(len(ours), len(theirs))
+            ours, theirs = ours[-least:], theirs[-least:]
+        if len(ours) != len(theirs):
+            return f"{where} has {len(ours)} items, not {len(theirs)}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if found := difference(a, b, bound, f"{where}[{i}]"):
+                return found
+        return None
+    if isinstance(theirs, float) and isinstance(ours, int | float):
+        allowed = HIDDEN_STATE_BOUND if "hidden_states" in where else bound
+        return None if abs(ours - theirs) <= allowed else f"{where}: {ours} is not {theirs}"
+    return None if ours == theirs else f"{where}: {ours!r} is not {theirs!r}"
+
+
+def _difference_of_fields(
+    ours: dict[str, Any], theirs: dict[str, Any], bound: float, where: str
+) -> str | None:
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key in IGNORED or key.startswith("spec_"):
+            continue
+        if _is_forbidden(ours.get(key, theirs.get(key))):
+            continue
+        if (key in ours) != (key in theirs):
+            return f"{where}.{key} is in one answer only"
+        if found := difference(ours[key], theirs[key], bound, f"{where}.{key}"):
+            return found
+    return None
+
+
+def _is_forbidden(answer: Any) -> bool:
+    """Is this the logprob of a forbidden token? A list of top logprobs names any of them."""
+    if isinstance(answer, dict):
+        answer = [answer.get("logprob")]
+    value = answer[0] if isinstance(answer, list) and answer else answer
+    return isinstance(value, float) and value < -1e30

@@ -1,0 +1,36 @@
+"""Two ranks whose roundings differ, on KV for a few requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_dflash.tiny.prompts import held_out
+from test.server.conftest import on
+from test.server.test_serving import mixed_prompts, visible
+from test.servers import TWO_RANKS, Client, chat
+
+pytestmark = on(TWO_RANKS)
+PROMPTS = [chat(example.prompt) for example in held_out("word", 3, seed=21)]
+
+
+def test_small_pool_retracts_over_http(server: Client, reference: Client) -> None:
+    """24 at once on KV for a few: some are retracted, all get the target's own tokens."""
+    prompts = mixed_prompts()[:24]
+    alone = reference.generate_many(prompts, max_new_tokens=100, ignore_eos=True)
+    answers = server.generate_many(prompts, max_new_tokens=100, ignore_eos=True)
+    server.flush()
+    assert [visible(answer) for answer in answers] == [visible(answer) for answer in alone]
+    assert "Retract requests" in server.server.log.read_text()
+
+
+def test_ranks_that_round_differently_stay_together(
+    server: Client, reference: Client, notes: Path
+) -> None:
+    """B9: near-ties fall otherwise on rank 1, yet both ranks draft, accept and commit the same."""
+    expected = [reference.generate(prompt)["output_ids"] for prompt in PROMPTS]
+    assert [answer["output_ids"] for answer in server.generate_many(PROMPTS)] == expected
+    server.generate_many(PROMPTS, temperature=1.0)
+    server.flush()
+    first, second = ((notes / f"rank{rank}").read_text().splitlines() for rank in (0, 1))
+    assert len(first) > 20
+    assert first == second

@@ -1,0 +1,162 @@
+"""Real servers over real HTTP: the bundled pair in fp32, on 127.0.0.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import requests
+
+from sglang_dflash.launch import Server
+from sglang_dflash.tiny import DRAFT, TARGET
+from test.plugins import distribution
+
+STRICT = {
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_DFLASH_VERIFY_WIDTH": "auto",
+}
+COMMON = (
+    *("--model-path", str(TARGET)),
+    *("--dtype", "float32"),
+    "--sleep-on-idle",
+    *("--random-seed", "1"),
+    *("--max-total-tokens", "16384"),
+    *("--max-running-requests", "32"),
+    *("--cuda-graph-max-bs", "32"),
+)
+# With overlap SGLang counts penalties a token late, and the prompt's last token as output.
+REFERENCE = ("--disable-overlap-schedule",)
+DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFT))
+FULL = ("--speculative-dflash-verify-width", "full")  # for tests that count accepted drafts
+AHEAD = ("--speculative-dflash-draft-ahead", "on")
+# Every feature that a request may ask for. Seeds count, so unseeded draws are all alike.
+ALL_FEATURES = (
+    "--enable-deterministic-inference",
+    "--enable-custom-logit-processor",
+    "--enable-return-hidden-states",
+    *("--tool-call-parser", "qwen25"),
+    # A grammar that allows blanks without end is given blanks without end by the bundled target.
+    "--constrained-json-disable-any-whitespace",
+)
+# SGLang applies penalties in the order of a set of classes, which changes from process to process.
+# A DFLASH server adds before it scales, and so does the reference with this plugin.
+ORDERED = """
+    def plugin():
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def ordered(orchestrator, vocab_size, batch, penalizers):
+            by_name = sorted(penalizers, key=lambda penalizer: penalizer.__name__)
+            return (orchestrator, vocab_size, batch, by_name), {}
+
+        orchestrator = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
+        HookRegistry.register(f"{orchestrator}.__init__", ordered, HookType.BEFORE)
+"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a server that tests share is started."""
+
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    dflash: bool = True
+    full: bool = False  # in `make test-full` only
+
+
+PAGE_16 = ("--page-size", "16", "--chunked-prefill-size", "32")
+SMALL_POOL = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.01")
+COUNTED = ("--enable-metrics", "--enable-priority-scheduling")
+SHORT_WAIT = ("--max-running-requests", "1"), {"SGLANG_REQ_WAITING_TIMEOUT": "0.2"}
+SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
+TWO_RANKS = "two ranks, small pool"
+SERVERS = {  # by the name that tests give
+    "auto, ahead": Setup((*ALL_FEATURES, *AHEAD)),
+    "page 16, chunks": Setup((*ALL_FEATURES, *FULL, *PAGE_16)),
+    TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *FULL, *SMALL_POOL, *COUNTED)),
+    "page 1": Setup(FULL, full=True),
+    "page 256, no radix": Setup((*FULL, "--page-size", "256", "--disable-radix-cache"), full=True),
+    "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), full=True),
+    "short wait": Setup(*SHORT_WAIT, full=True),
+    "short run": Setup(*SHORT_RUN, full=True),
+    "no speculation": Setup(ALL_FEATURES, dflash=False, full=True),
+    "no speculation, short wait": Setup(*SHORT_WAIT, dflash=False, full=True),
+    "no speculation, short run": Setup(*SHORT_RUN, dflash=False, full=True),
+}
+OUTSIDE_SAMPLING = {  # the fields of /generate that are no sampling parameters
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "custom_logit_processor",
+    "rid",
+    "session_params",
+}
+
+
+class Client:
+    """A server and the native API."""
+
+    def __init__(self, server: Server, flags: tuple[str, ...] = (), dflash: bool = True) -> None:
+        self.server, self.url = server, server.url
+        self.flags, self.dflash = flags, dflash
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body or {}, timeout=300)
+
+    def generate(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        """Send one /generate request; `options` are its fields and its sampling parameters."""
+        fields = {k: options.pop(k) for k in list(options) if k in OUTSIDE_SAMPLING}
+        options.setdefault("temperature", 0)
+        options.setdefault("max_new_tokens", 64)
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        response = self.post("/generate", {key: prompt, "sampling_params": options, **fields})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def generate_many(self, prompts: list[Any], **options: Any) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
+
+    def flush(self) -> None:
+        assert self.post("/flush_cache?timeout=30").status_code == 200  # it waits until idle
+
+
+@contextmanager
+def running(
+    *flags: str, dflash: bool, environment: dict[str, str] | None = None
+) -> Iterator[Client]:
+    """A server that is alive at the end, or the test fails with its log."""
+    arguments = [*COMMON, *(DFLASH if dflash else REFERENCE), *flags]
+    with Server(arguments, {**STRICT, **(environment or {})}) as server:
+        try:
+            yield Client(server, flags, dflash)
+        except Exception as error:
+            if not server.alive:
+                raise AssertionError(server.tail(60)) from error
+            raise
+        assert server.alive, server.tail(60)
+        assert "Scheduler hit an exception" not in server.log.read_text()
+
+
+@contextmanager
+def without_speculation(*flags: str) -> Iterator[Client]:
+    """The same installation without --speculative-algorithm, with every feature."""
+    with TemporaryDirectory() as folder:
+        path = str(distribution(Path(folder), "ordered", "1.0", ORDERED))
+        environment = {"PYTHONPATH": path}
+        with running(*ALL_FEATURES, *flags, dflash=False, environment=environment) as client:
+            yield client
+
+
+def chat(prompt: str) -> str:
+    """The bundled target's chat format, one user turn."""
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
