@@ -1,11 +1,13 @@
-"""Every test file of this folder runs in a process of its own, which sees an H100."""
+"""Runs every test file of this folder in its own process, which sees a simulated H100."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +28,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Collec
 
 
 class Rehearsal(pytest.File):
-    """A file as one test."""
+    """A file that is one test."""
 
     def collect(self) -> Iterator[pytest.Item]:
         yield OnPretendedDevice.from_parent(self, name="on_a_pretended_device")
@@ -34,18 +36,15 @@ class Rehearsal(pytest.File):
 
 class OnPretendedDevice(pytest.Item):
     def runtest(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--durations=10", str(self.path)]
         with TemporaryDirectory() as folder:
-            done = subprocess.run(
-                command,
-                env=device.environment(Path(folder)),
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-            )
-        shown = done.stdout[-20_000:] + done.stderr[-5_000:]
-        if done.returncode != 0 or "skipped" in done.stdout:
-            raise AssertionError(shown)
+            output = Path(folder, "output")
+            expression = self.config.getoption("markexpr")
+            process = _server().Process(target=_run, args=(str(self.path), expression, str(output)))
+            process.start()
+            process.join()
+            shown = output.read_text(errors="replace")
+        if process.exitcode != 0 or "skipped" in shown:
+            raise AssertionError(shown[-25_000:])
         print(shown)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
@@ -53,6 +52,41 @@ class OnPretendedDevice(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, self.name
+
+
+@cache
+def _server() -> multiprocessing.context.ForkServerContext:
+    """Forks processes that have imported SGLang on the pretended device, once for all files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test.rehearsal.preload"])
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(device.environment(Path(_driver().name)))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+@cache
+def _driver() -> TemporaryDirectory[str]:
+    """A folder for the driver's libraries, as long as this process lasts."""
+    return TemporaryDirectory()
+
+
+def _run(path: str, expression: str, output: str) -> None:
+    """Run one file, in a process of its own."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    flags = ["-q", "-x", "--durations=10", "-p", "no:cacheprovider", "-m", expression]
+    code = pytest.main([*flags, path])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @pytest.fixture(scope="session")

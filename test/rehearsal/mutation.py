@@ -1,4 +1,4 @@
-"""Mutations of our own code: a check that none of them fails would show nothing."""
+"""Mutations of our own code. A check that passes with every mutation would show nothing."""
 
 from __future__ import annotations
 import __future__
@@ -14,9 +14,9 @@ Change: TypeAlias = tuple[str, str, str]  # what `mutate` takes: function, old, 
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, function: str, old: str, new: str) -> None:
-    """Put `new` for `old`, which stands once in the source of a function of ours.
+    """Replace `old`, which must occur once in the source of a function of this package, by `new`.
 
-    function: "module:name" or "module:Class.name", where the callers look it up.
+    function: "module:name" or "module:Class.name", in the module where the callers look it up.
     """
     place, _, name = function.partition(":")
     module = import_module(f"sglang_dflash.{place}")

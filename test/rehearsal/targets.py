@@ -1,4 +1,4 @@
-"""Tiny targets of every kind that SGLang tells apart on a GPU."""
+"""Tiny targets of every kind that SGLang distinguishes on a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SINKS = {
 
 @dataclass(frozen=True)
 class Kind:
-    architecture: str  # SGLang's and Transformers' class
+    architecture: str  # the class of SGLang and Transformers
     fields: dict[str, Any] = field(default_factory=dict)  # of config.json, beyond SIZES
     modelopt: dict[str, Any] | None = None  # of ModelOpt's hf_quant_config.json
 
@@ -76,7 +76,7 @@ KINDS = {
 
 
 def write_kind(folder: Path, name: str, weights: bool = False) -> str:
-    """A target as its config and tokenizer say it, with random weights where they are loaded."""
+    """Write a target: its config, its tokenizer and, if a test loads them, random weights."""
     kind = KINDS[name]
     model_class = getattr(transformers, kind.architecture)
     config = model_class.config_class(**SIZES | {"dtype": "bfloat16"} | kind.fields)

@@ -33,7 +33,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_draft(tmp_path_factory.mktemp("draft"), *small_draft(**DRAFT)))
 
 
-USUAL: dict[str, Any] = {  # whatever the target is
+USUAL: dict[str, Any] = {  # for every kind of target
     "target attention": ("fa3", "fa3"),
     "draft attention": "fa3",
     "kv_cache_dtype": "auto",
@@ -82,9 +82,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: Any) -> None:
-    """The server's arguments, and those that its draft is made of."""
+    """Check the arguments of the server, and those that its draft is made from."""
     args = arguments(target, draft, **given)
-    args.check_server_args()  # SGLang's own, after which it starts processes
+    args.check_server_args()  # SGLang's own check, which it makes before it starts processes
     expected = USUAL | expected
     expected.setdefault("verify attention", expected["target attention"][0])
     assert_same(settings(args), expected)
@@ -114,11 +114,11 @@ def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: 
         "speculative_num_draft_tokens": BLOCK,
     }
     assert_same(of_the_draft, wanted)
-    assert not args.disable_cuda_graph  # the draft's are its own
+    assert not args.disable_cuda_graph  # the draft has a copy
 
 
 def check_refusal(words: list[str], target: str, draft: str, **given: Any) -> None:
-    """Refused in one paragraph that names the cause and the way out."""
+    """Check that the refusal is one paragraph that names the cause and the fix."""
     said = ""
     try:
         arguments(target, draft, **given)
@@ -140,7 +140,7 @@ def of_kinds(*kinds: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_arguments(draft: str, tmp_path: Path, kind: str) -> None:
-    """The user names a target and a draft, and SGLang picks fa3 for both."""
+    """The user gives only a target and a draft, and SGLang picks fa3 for both."""
     check_arguments(write_kind(tmp_path, kind), draft, UNUSUAL[kind])
 
 
@@ -164,7 +164,7 @@ def test_every_kind_is_judged() -> None:
 def test_explicit_backends(
     target: str, draft: str, given: dict[str, str], prefill: str, decode: str
 ) -> None:
-    """The backend of prefills verifies, the draft takes that of decode."""
+    """The prefill backend verifies, and the draft uses the decode backend."""
     expected = {"target attention": (prefill, decode), "draft attention": decode}
     check_arguments(target, draft, expected, **given)
 
@@ -194,7 +194,7 @@ FP8_KV = ["KV in FP8", "without kv_cache_quant_algo"]  # the kind "ModelOpt" has
 
 @of_kinds("FP8 KV")
 def test_fp8_kv(target: str, draft: str) -> None:
-    """The checkpoint asks for it; no flag does."""
+    """The checkpoint requires it, and no flag is given."""
     check_refusal(FP8_KV, target, draft)
 
 
@@ -211,7 +211,7 @@ def test_backends_of_mla_that_cannot_verify(target: str, draft: str) -> None:
 @of_kinds("MLA")
 @pytest.mark.parametrize("given", [{}, {"attention_backend": "triton"}], ids=str)
 def test_sparse_attention_of_deepseek(target: str, draft: str, given: dict[str, Any]) -> None:
-    """SGLang has changed other arguments for it before ours are judged."""
+    """SGLang changes other arguments for it before this package checks them."""
     file = Path(target) / "config.json"
     picks = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
     architecture = {"architectures": ["DeepseekV32ForCausalLM"]}
@@ -221,7 +221,7 @@ def test_sparse_attention_of_deepseek(target: str, draft: str, given: dict[str, 
 
 @of_kinds("dense")
 def test_a_draft_with_windows(target: str, tmp_path: Path) -> None:
-    """fa3, the default, does not compute them right. Triton does, and the target keeps fa3."""
+    """fa3, the default, computes them incorrectly. Triton is correct, and the target keeps fa3."""
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 32}
     path = str(write_draft(tmp_path / "windows", *small_draft(**DRAFT | windows)))
     advised = "--speculative-draft-attention-backend triton"
@@ -232,7 +232,7 @@ def test_a_draft_with_windows(target: str, tmp_path: Path) -> None:
 
 @of_kinds("dense")
 def test_a_draft_that_predicts_from_the_anchor(target: str, tmp_path: Path) -> None:
-    """The target verifies a token more than the draft reads."""
+    """The target verifies one token more than the draft reads."""
     method = {"sample_from_anchor": True, "target_layer_ids": [0, 1]}
     path = str(write_draft(tmp_path / "anchor", *small_draft(**DRAFT, dflash_config=method)))
     check_arguments(target, path, {"speculative_num_draft_tokens": BLOCK + 1})
@@ -240,7 +240,7 @@ def test_a_draft_that_predicts_from_the_anchor(target: str, tmp_path: Path) -> N
 
 @of_kinds("MLA", "MoE", "two KV pools")
 def test_all_reduces_are_not_fused(target: str, draft: str) -> None:
-    """SGLang alone fuses them on Hopper, as soon as there are two GPUs."""
+    """SGLang fuses them by itself on Hopper with two or more GPUs."""
     assert ServerArgs(model_path=target, tp_size=2).enable_flashinfer_allreduce_fusion
     assert not arguments(target, draft, tp_size=2).enable_flashinfer_allreduce_fusion
 
@@ -257,7 +257,7 @@ class Mutation:
 
 FLASHINFER = {"decode_attention_backend": "flashinfer"}
 MIXED = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
-ARGUMENT_MUTATIONS = {  # by the argument that is then wrong
+ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
     "enable_flashinfer_allreduce_fusion": Mutation(
         "server_args:handle_dflash",
         "server_args.enable_flashinfer_allreduce_fusion = False",

@@ -1,4 +1,4 @@
-"""Triton's kernels that a DFLASH server launches, compiled for sm_90 as they are launched."""
+"""The Triton kernels of a DFLASH server compile for sm_90, with the arguments of real launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTEXT_KV = "sglang_dflash.kernels.store_kv:_store_kv"
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """Kernels that are compiled, with the kinds of their pointers."""
+    """The compiled kernels, with the types of their pointers."""
     found: dict[str, set[str]] = {}
     monkeypatch.setattr(kernels, "COMPILED", found)
     return found
@@ -43,7 +43,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 def test_dtypes_and_head_sizes(
     tmp_path: Path, compiled: dict[str, set[str]], dtype: str, dim: int
 ) -> None:
-    """Attention of target and draft, and the context KV, through the functions that launch them."""
+    """Attention of target and draft, and context KV, through the functions that launch them."""
     heads = HEADS | {"head_dim": dim}
     write_target(tmp_path / "target", num_hidden_layers=2, **heads)
     write_draft(tmp_path / "draft", *small_draft(head_dim=dim))
@@ -61,7 +61,7 @@ def test_dtypes_and_head_sizes(
 def test_all_that_serving_launches(
     small: Path, compiled: dict[str, set[str]], backend: str, seeded: bool
 ) -> None:
-    """Pages, a grammar's mask, a seeded draw: what else Triton compiles, in fp32."""
+    """The other Triton kernels, in fp32: pages, a grammar's mask, a seeded draw."""
     flags: dict[str, Any] = {
         "page_size": 16,
         "cuda_graph_bs": [4],
@@ -77,7 +77,7 @@ def test_all_that_serving_launches(
 def test_an_annotated_argument_is_refused(
     small: Path, compiled: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutation: Triton takes an annotation that is no tl.constexpr for a global."""
+    """A mutation: Triton takes an annotation other than tl.constexpr for a global."""
     kernel = store_kv._store_kv
     source = kernel.src
     assert source.count("    kv,  #") == 1

@@ -1,4 +1,4 @@
-"""The pretended device keeps to CUDA's rules, or the rest of this folder would show nothing."""
+"""The simulated device follows CUDA's rules. Otherwise the other tests would show nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_host_and_device_do_not_meet() -> None:
 def test_what_makes_the_host_wait(
     graph: torch.cuda.CUDAGraph, ask: Callable[[Tensor], object]
 ) -> None:
-    """Once each; in a graph it is refused."""
+    """Each call waits once. In a graph it is refused."""
     tensor = torch.ones(1, dtype=torch.int64, device=CUDA)
     LOG.clear()
     ask(tensor)
@@ -119,7 +119,7 @@ def test_an_event_is_over_with_the_copies_before_it() -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_what_a_copy_reads_may_change_once_it_was_waited_for(pinned: bool) -> None:
-    """Pageable memory is read before the call returns."""
+    """Pageable memory may change at once, because the call reads it before it returns."""
     host = torch.ones(2, pin_memory=pinned)
     host.to(CUDA, non_blocking=True)
     torch.cuda.synchronize()
@@ -171,7 +171,7 @@ def _double(x, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def test_triton(graph: torch.cuda.CUDAGraph) -> None:
-    """Interpreted, captured, and refused on memory of the host."""
+    """A kernel is interpreted, captured, and refused for memory of the host."""
     x = torch.ones(5, device=CUDA)
     LOG.clear()
     _double[(2,)](x, 5, block=4)
@@ -211,7 +211,7 @@ def test_attention_equals_torch(causal: bool, left: int) -> None:
 def test_context_kv_equals_its_twin(
     dtype: torch.dtype, layers: int, ropes: int, heads: int, dim: int
 ) -> None:
-    """Our kernel in Triton's interpreter."""
+    """The kernel runs in Triton's interpreter."""
     torch.manual_seed(0)
     n, size = 8, 40
     kv = torch.randn(n, layers, 2, heads, dim).to(dtype).to(CUDA)
@@ -290,7 +290,7 @@ def test_the_largest_logit_equals_its_twin(size: int, dtype: torch.dtype, weigh:
 
 
 def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constants of both kernels are the same for every batch."""
+    """The constants of both kernels do not depend on the batch."""
     seen: set[tuple[tuple[str, int], ...]] = set()
 
     class Watched:

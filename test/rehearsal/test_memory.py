@@ -1,4 +1,4 @@
-"""The plan of GPU memory, checked against what is allocated: weights, KV pools, graph buffers."""
+"""The planned GPU memory equals the allocated memory: weights, KV pools, graph buffers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOM = 32 * 2**20  # free bytes, as if other processes held the rest of the 80 G
 FRACTION = 0.5
 BF16, FP32 = 2, 4
 ONE_HEAD = 2 * 64 * BF16  # K and V
-PER_TOKEN = {  # bytes of target KV; a pair is the pool of whole layers and that of windows
+PER_TOKEN = {  # bytes of target KV; a pair: the pool of full layers, the pool of windows
     "dense": LAYERS * ONE_HEAD,
     "MLA": LAYERS * (64 + 16) * BF16,  # the latent, and the rotated part
     "MoE": LAYERS * ONE_HEAD,
@@ -46,7 +46,7 @@ OF_THE_DRAFT = 2 * ONE_HEAD
 
 
 class Meter:
-    """Counts the bytes of every storage on the device, and shows SGLang the rest as free."""
+    """Counts the bytes of every storage on the device, and reports the rest as free to SGLang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = 0
@@ -74,7 +74,7 @@ class Meter:
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
-    _ROPE_DICT.clear()  # of earlier servers of this process, not on this meter
+    _ROPE_DICT.clear()  # from earlier servers of this process, which this meter does not count
     return Meter(monkeypatch)
 
 
@@ -171,7 +171,7 @@ def stored(folder: Path) -> int:
 
 
 def check_weights(run: InProcess, folder: Path, used: int) -> None:
-    """Account for all memory but a few kilobytes. No graph is captured.
+    """Account for all memory except a few kilobytes. No graph is captured.
 
     The draft uses the target's embedding and LM head, whose rows SGLang pads to 64.
     """
@@ -223,7 +223,7 @@ def test_a_second_copy_is_seen(
     old: str,
     new: str,
 ) -> None:
-    """The LM head, and the draft's query projections."""
+    """Mutations copy the LM head, or the draft's query projections."""
     mutate(monkeypatch, function, old, new)
     with start(pairs["dense"]) as run, pytest.raises(AssertionError, match=seen):
         check_weights(run, pairs["dense"], meter.read())
@@ -239,7 +239,7 @@ def buffers_size(requests: int, widths: list[int]) -> int:
 
 
 def check_buffers(run: InProcess, widths: list[int]) -> None:
-    """The graphs of target and draft share one set of buffers a width."""
+    """The graphs of target and draft share one set of buffers per width."""
     runners = run.worker.model_runner, run.worker.draft_model_runner
     graphs = [runner.graph_runner for runner in runners]
     assert [sorted(runner.graphs) for runner in graphs] == [[2, 4]] * 2
@@ -254,7 +254,7 @@ def test_graphs_share_buffers(meter: Meter, small: Path) -> None:
 
 
 def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Path) -> None:
-    """A draft that predicts from the anchor has graphs of a width of its own."""
+    """A draft that predicts from the anchor has graphs of its own width."""
     (tmp_path / "target").symlink_to(small / "target")
     method = {"target_layer_ids": [0, 1], "sample_from_anchor": True}
     write_draft(tmp_path / "draft", *small_draft(dflash_config=method))

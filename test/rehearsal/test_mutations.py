@@ -1,4 +1,4 @@
-"""What `test_serving` shows can fail: mutations of our code, each with what it spoils."""
+"""The checks of `test_serving` can fail: each mutation of our code makes one of them fail."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_memory_that_a_plan_is_copied_from(small: Path, monkeypatch: pytest.Monk
 def test_what_the_draft_sees(
     small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
 ) -> None:
-    """Tokens stay right; acceptance would fall."""
+    """Tokens are still right, but drafts are not, so acceptance would fall."""
     mutate(monkeypatch, *mutation)
     asked = answer(small, {"one": Asked(prompt(990, 12), N)})
     reqs, drafts = served(small, asked, "flashinfer")

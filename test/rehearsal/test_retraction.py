@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from test.rehearsal.mutation import mutate
-from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, serve
+from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, once_each, serve
 from test.worker.conftest import prompt
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize(("backend", "page"), once_each(["fa3", "flashinfer", "triton"], [16, 1]))
 def test_retraction(small: Path, backend: str, page: int) -> None:
-    """Too little KV for all: some are taken back, all end as they should, nothing is lost."""
+    """There is too little KV for all. Some are retracted, all finish correctly, no slot is lost."""
     crowded(small, backend, page)
 
 
 def test_memory_that_is_not_counted(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutation: SGLang is told that the next step takes none."""
+    """A mutation: SGLang counts no memory for the next step."""
     mutate(monkeypatch, "runtime.slots:Slots.needed", "return tokens", "return 0")
     with pytest.raises(AssertionError, match="check_decode_mem promises"):
         crowded(small, "fa3", 1)

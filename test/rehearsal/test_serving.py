@@ -1,4 +1,4 @@
-"""The three attention backends of a GPU: every request is answered as without speculation."""
+"""The three attention backends of a GPU give each request its answer without speculation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from test.rehearsal.serving import (
     answer,
     assert_drafts,
     engine,
+    once_each,
     served,
     small_draft,
     two_drafts,
@@ -41,7 +42,7 @@ def test_all_kinds_of_requests(
     page: int,
     ahead: str,
 ) -> None:
-    """Batches change while they are served; a prefix is cached; a stop lies inside a block."""
+    """Batches change while they run, a prefix is cached, and a stop token is inside a block."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     reqs, drafts = served(small, asked, backend, page_size=page)
     assert reqs["stop"].finished_reason.to_json()["type"] == "stop"
@@ -63,34 +64,33 @@ def seeded(small: Path) -> dict[str, Asked]:
     return answer(small, asked, **SEEDED)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "page"), once_each(BACKENDS, [16, 1]))
 def test_seeded_draws(small: Path, seeded: dict[str, Asked], backend: str, page: int) -> None:
-    """The deterministic kernels of SGLang, and a draw by the seed of each request."""
+    """SGLang's deterministic kernels, and draws that depend on the seed of each request."""
     served(small, seeded, backend, page_size=page, **SEEDED)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_grammars_of_one_prefill(small: Path, graphs: bool) -> None:
-    """SGLang's mask takes the width of a row for its stride, and the vocabulary is padded."""
+    """SGLang's mask kernel uses the width of a row as its stride, and the vocabulary is padded."""
     asked = answer(small, {str(i): Asked(prompt(930 + i, 8), GRAMMAR) for i in range(3)})
     served(small, asked, "fa3", apart=0, disable_cuda_graph=not graphs)
 
 
 def test_the_context_ends_inside_a_block(small: Path) -> None:
-    """FA3's page tables hold the rows of a block behind the context."""
+    """FA3's page tables have room for the positions of a block behind the context."""
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     served(small, asked, "fa3", page_size=16, context_length=96)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_two_drafts_without_a_verify_between(small: Path, graphs: bool) -> None:
-    """FlashInfer plans the second when the device may not have come to the first."""
+    """FlashInfer plans the second draft while the device may not have run the first."""
     two_drafts(small, disable_cuda_graph=not graphs)
 
 
 def test_prefills_are_planned_by_the_device(small: Path) -> None:
-    """SGLang computes with these lengths there, where the target has windows."""
+    """If the target has windows, SGLang computes with these lengths on the device."""
     with engine(small, "flashinfer", cuda_graph_bs=[1]) as run:
         run.generate(prompt(958, 9), max_new_tokens=12, ignore_eos=True)
         assert run.worker.model_runner.attn_backend.indices_updater_prefill.kv_last_page_len.is_cuda
@@ -98,7 +98,7 @@ def test_prefills_are_planned_by_the_device(small: Path) -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), [("fa3", "triton"), ("flashinfer", "fa3")])
 def test_two_backends(small: Path, prefill: str, decode: str) -> None:
-    """That of prefills verifies, the other one drafts."""
+    """The prefill backend verifies, and the other one drafts."""
     asked = answer(small, {str(i): Asked(prompt(957 + i, 20), N) for i in range(2)})
     backends: dict[str, Any] = {
         "prefill_attention_backend": prefill,
@@ -108,12 +108,11 @@ def test_two_backends(small: Path, prefill: str, decode: str) -> None:
     assert_drafts(small, reqs, drafts)
 
 
-@pytest.mark.parametrize("ahead", ["on", "off"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "ahead"), once_each(BACKENDS, ["off", "on"]))
 def test_the_draft_sees_a_part_of_the_context(
     small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ahead: str
 ) -> None:
-    """It begins at a page, so its length follows from the exact one, which FlashInfer wants."""
+    """The part begins at a page, so its exact length, for FlashInfer, follows from the whole."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     asked = answer(small, {"one": Asked(prompt(956, 90), N | {"max_new_tokens": 40})})
     flags: dict[str, Any] = {
@@ -126,7 +125,7 @@ def test_the_draft_sees_a_part_of_the_context(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_draft_with_windows(small: Path, tmp_path: Path, causal: bool) -> None:
-    """SGLang's Triton backend lists the KV of a window, of which the draft tells it."""
+    """SGLang's Triton backend lists the KV of the window that the draft reports."""
     method = {"target_layer_ids": [0, 1], "causal": causal}
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
     windowed = small_draft(dflash_config=method, **windows)

@@ -1,4 +1,4 @@
-"""What a steady greedy step asks of the host and of the device, and when the host waits."""
+"""The launches, copies and waits of a steady greedy step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = "runtime/state.py:wait event"
 
 
 def steady(run: InProcess) -> list[Any]:
-    """Requests that decode."""
+    """Requests that are decoding."""
     reqs = [run.add(prompt(970 + i, 20), **N | {"max_new_tokens": 60}) for i in range(4)]
     for _ in range(5):
         run.step()
@@ -29,7 +29,7 @@ def steady(run: InProcess) -> list[Any]:
 
 
 def watched_step(run: InProcess) -> tuple[int, int, int, list[str]]:
-    """Of the next step: replays, launches outside of them, copies, and who waited."""
+    """Run a step. Returns its replays, the launches outside of them, copies, and who waited."""
     LOG.clear()
     run.step()
     return LOG.replays, len(LOG.launches), len(LOG.copies), list(LOG.waits)
@@ -45,7 +45,7 @@ def watched_step(run: InProcess) -> tuple[int, int, int, list[str]]:
 def test_the_host_waits_once(
     small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ahead: str, page: int
 ) -> None:
-    """For what was committed."""
+    """The one wait is for the committed tokens."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     with engine(small, backend, page_size=page, cuda_graph_bs=[4]) as run:
         steady(run)
@@ -57,13 +57,13 @@ def test_the_host_waits_once(
 
 
 def table() -> dict[tuple[str, int], tuple[int, ...]]:
-    """Launches, copies and waits of a step in the docs, by backend and page size."""
+    """Launches, copies and waits of a step, as the docs list them by backend and page size."""
     rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", DOCS.read_text(), re.M)
     return {(name, int(page)): tuple(map(int, rest)) for name, page, *rest in rows}
 
 
 def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutation: the host reads what the device has not written yet."""
+    """A mutation: the host reads values that the device has not written yet."""
     mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
     (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
     with engine(small, "fa3", cuda_graph_bs=[2]) as run:
@@ -84,7 +84,7 @@ def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.Mon
 def test_a_second_wait_is_seen(
     small: Path, monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str
 ) -> None:
-    """Mutations: a value of the device is asked for."""
+    """Mutations: the host reads a value from the device."""
     mutate(monkeypatch, where, old, new)
     with engine(small, "fa3", cuda_graph_bs=[4]) as run:
         steady(run)

@@ -1,27 +1,28 @@
-"""A pretended H100: SGLang and this package are real, only the device itself is not.
+"""A simulated H100: SGLang and this package are real, only the device is not.
 
-`pretend` comes before SGLang is imported, in a process of its own: SGLang decides at import what it
-runs on.
+`pretend` must run before SGLang is imported, in its own process, because SGLang decides at import
+which device it runs on.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 VARIABLE = "DFLASH_REHEARSAL"
-LIBRARIES = ("libcuda.so.1", "libnuma.so.1")  # of a driver, which compiled kernels name
+LIBRARIES = ("libcuda.so.1", "libnuma.so.1")  # of a driver; compiled kernels name them
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a process that pretends. folder: for empty libraries in the place of the driver's."""
+    """The environment of such a process. folder: gets empty libraries that replace the driver's."""
     import torch
 
     some = next(Path(torch.__file__).parent.glob("lib/libtorch_global_deps.so"))
     for name in LIBRARIES:
         (folder / name).symlink_to(some)
-    # Other tests of this process have told SGLang, and its children, that there is no GPU.
+    # Other tests of this process have set variables that say that there is no GPU.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     return {
         **kept,
@@ -33,8 +34,9 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
+@cache
 def pretend() -> None:
-    sys.setdlopenflags(os.RTLD_LAZY)  # the driver's functions are never called, nor looked up
+    sys.setdlopenflags(os.RTLD_LAZY)  # the driver's functions are neither called nor looked up
     from test.rehearsal.device import cuda, kernels, twins
 
     cuda.pretend()

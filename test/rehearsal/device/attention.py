@@ -1,4 +1,4 @@
-"""The attention kernels of FlashAttention 3 and FlashInfer, in torch, by their documentation."""
+"""The attention kernels of FlashAttention 3 and FlashInfer in torch, as they are documented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test.rehearsal.device.memory import DeviceError
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """The last q positions of one request, and [q, heads] the logarithms of their sums.
+    """Attention of the last q positions of one request, and [q, heads] its log-sum-exp.
 
     q: [q, heads, D]; k, v: [kv, kv_heads, D or D_v]. causal: aligned to the lower right; left: keys
     before a query that it sees, -1: all.
@@ -140,11 +140,11 @@ def make_schedule(
     num_splits: int = 0,
     *_: Any,
 ) -> Tensor:
-    """`sgl_kernel::get_scheduler_metadata`; torch leaves out what is the schema's default.
+    """`sgl_kernel::get_scheduler_metadata`. torch leaves out arguments with the schema's default.
 
-    As large as FlashAttention's, and the same if and only if all that it is made of is.
+    The result has the size of FlashAttention's. Two results are equal only for equal arguments.
     """
-    longest = max_seqlen_k if max_seqlen_q > 1 else None  # SGLang's own decode tells another
+    longest = max_seqlen_k if max_seqlen_q > 1 else None  # SGLang's own decode passes another value
     sizes = max_seqlen_q, longest, heads, kv_heads, dim, dim_v, page
     shape = hash((*sizes, causal, left, right, has_softcap, num_splits))
     made = torch.zeros(4 * (-(-batch // 4) * 4) + 1, dtype=torch.int32)
@@ -153,7 +153,7 @@ def make_schedule(
 
 
 class FlashInferPrefill:
-    """The compiled module `batch_prefill` of FlashInfer, of its FA2 or FA3 kernels."""
+    """The compiled module `batch_prefill` of FlashInfer, for its FA2 or FA3 kernels."""
 
     def __init__(self, backend: str) -> None:
         self._caps = {"fa2": slice(8, 10), "fa3": slice(4, 6)}[backend]
@@ -168,7 +168,7 @@ class FlashInferPrefill:
         kv_lens: Tensor,
         *_: Any,
     ) -> list[int]:
-        """The host's lengths go to the device by one copy: a graph reads them again."""
+        """One copy brings the host's lengths to the device, where a graph reads them again."""
         if any(t.is_cuda for t in (qo_indptr, kv_indptr, kv_lens)):
             raise DeviceError("FlashInfer plans with host tensors")
         lens = torch.cat([qo_indptr.diff().long(), kv_lens.long()])
@@ -260,7 +260,7 @@ class FlashInferPrefill:
         ends = qo_indptr.tolist()
         for i in range(count):
             keys, values = keys_of(i)
-            found = ends[i + 1] - ends[i], max(1, len(keys))  # FlashInfer plans one for none
+            found = ends[i + 1] - ends[i], max(1, len(keys))  # FlashInfer plans at least one key
             if found != (told := (planned[i], planned[count + i])):
                 raise DeviceError(f"request {i} has {found} rows and keys, {told} were planned")
             rows = slice(ends[i], ends[i + 1])
@@ -273,7 +273,7 @@ class FlashInferPrefill:
 def merge_state(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor, s_merged: Tensor
 ) -> None:
-    """FlashInfer's: attention over two parts of the keys, by their sums (of base 2)."""
+    """FlashInfer's merge of attention over two parts of the keys, by their log-sum-exp (base 2)."""
     both = torch.stack([s_a, s_b])
     s_merged.copy_(both.mul(math.log(2)).logsumexp(0) / math.log(2))
     weight_a, weight_b = (both - s_merged).exp2().nan_to_num_(0.0)[..., None]

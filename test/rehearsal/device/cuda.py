@@ -1,4 +1,4 @@
-"""`torch.cuda` of the pretended GPU: one H100, whose work is done when it is asked for."""
+"""`torch.cuda` of the simulated GPU: one H100, which does all work at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stream:
 
 class Event:
     def __init__(self, *_: object, **__: object) -> None:
-        self._copies = 0  # asked for before it
+        self._copies = 0  # queued before it
 
     def record(self, _: object = None) -> None:
         self._copies = memory.COPIES.queued
@@ -82,12 +82,12 @@ class Event:
 
 
 class CUDAGraph:
-    """What was captured: launches that write to the same memory again.
+    """Captured launches. A replay runs them again, and they write to the same memory.
 
-    Graphs of one pool share memory: a replay leaves nothing of what another one of them made.
+    Graphs of one pool share memory: a replay destroys the results of another graph of the pool.
     """
 
-    last: CUDAGraph | None = None  # replayed, whose memory is not poisoned yet
+    last: CUDAGraph | None = None  # the last one replayed; its memory is not poisoned yet
 
     def __init__(self, *_: object, **__: object) -> None:
         self._recording = memory.Recording()
@@ -183,7 +183,7 @@ def pretend() -> None:
 
 
 def _pretend_tensors() -> None:
-    """What tensors say of where they are, and the ways to the host that no operation shows."""
+    """Patch the device of tensors, and reads by the host that are no operation of torch."""
     kind: Any = Tensor
     to: Callable[..., Tensor] = kind.to
     tolist, numpy, tensor = kind.tolist, kind.numpy, torch.tensor
@@ -255,7 +255,7 @@ def _pretend_tensors() -> None:
 
     torch.tensor, torch.as_tensor = made(tensor), made(as_tensor)
 
-    # It asks for memory in C++, where a marked tensor is one of the host.
+    # It allocates memory in C++, where a marked tensor counts as a host tensor.
     functional: Any = torch._C._nn
     pad_sequence = functional.pad_sequence
 
@@ -269,13 +269,13 @@ def _pretend_tensors() -> None:
 
 
 def _default_device() -> torch.device | None:
-    """Of a `with torch.device(..)`."""
+    """The device of a `with torch.device(..)`."""
     modes = _get_current_function_mode_stack()
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _pretend_nccl() -> None:
-    """One rank needs nobody: gloo makes the groups."""
+    """With one rank, gloo can make the groups."""
     distributed: Any = torch.distributed
     for name in ("init_process_group", "new_group"):
         original = getattr(distributed, name)

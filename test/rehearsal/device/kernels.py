@@ -1,4 +1,4 @@
-"""Triton's kernels: compiled for sm_90 as they are launched, and run by Triton's interpreter."""
+"""Triton kernels: compiled for sm_90 with the launched arguments, and run by the interpreter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from triton.runtime.jit import JITFunction
 from test.rehearsal.device import memory
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COMPILED: dict[str, set[str]] | None = None  # where a dict: kernels are compiled, by name and kinds
+COMPILED: dict[str, set[str]] | None = None  # if a dict, kernels are compiled: name to kinds
 
 
 class Driver(DriverBase):
-    """What Triton's compiler asks of a GPU."""
+    """The properties of a GPU that Triton's compiler reads."""
 
     def __init__(self) -> None: ...
     @classmethod
@@ -47,10 +47,10 @@ class Driver(DriverBase):
 
 
 class Language:
-    """What the interpreter puts into Triton's language while a kernel runs, looked for once.
+    """The interpreter's changes to Triton's language while a kernel runs, collected once.
 
-    In the place of `interpreter._patch_lang`, which looks at each launch, and of what the kernel
-    itself names; and it is for the kernel's helpers as well.
+    This replaces `interpreter._patch_lang`, which collects them at each launch, and only for the
+    names of the kernel itself. Here they also apply to the kernel's helpers.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,32 @@ class Language:
         for change in self._found:
             scope.set_attr(*change)
         return scope
+
+
+_find_numpy_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, Any] = {}
+
+
+def _numpy_dtype(kind: Any) -> Any:
+    """`interpreter._get_np_dtype`, which lists all dtypes anew in every call."""
+    if kind.name not in _numpy_dtypes:
+        _numpy_dtypes[kind.name] = _find_numpy_dtype(kind)
+    return _numpy_dtypes[kind.name]
+
+
+class LateType:
+    """The type of a tuple of Triton's language, made when somebody asks: hardly anybody does."""
+
+    def __get__(self, values: Any, _: Any) -> Any:
+        values.type = tl.core._type_for_tuple_values(values.values)
+        return values.type
+
+
+def _tuple(self: Any, values: Any, type: Any = None) -> None:
+    """`tl.tuple.__init__`, with a `LateType`."""
+    self.values = list(values)
+    if type is not None:
+        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
 
 
 class InPlace(interpreter.GridExecutor):
@@ -84,7 +110,7 @@ def _interpreted(kernel: JITFunction) -> interpreter.InterpretedFunction:
 
 
 def _call(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
-    """Of a kernel's helper. The interpreter's own leaves Triton's language patched."""
+    """Call a kernel's helper. The interpreter's own call leaves Triton's language patched."""
     return _interpreted(kernel).rewrite()(*args, **kwargs)
 
 
@@ -107,7 +133,7 @@ def _run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
 
 
 def _compile(kernel: JITFunction, name: str, args: Any, kwargs: Any) -> None:
-    """As a launch with these arguments would; raises what Triton's compiler raises."""
+    """Compile as a launch with these arguments would. Raises the errors of Triton's compiler."""
     assert COMPILED is not None
     made = _jit_run(kernel, *args, grid=None, warmup=True, **kwargs)
     assert made.asm["cubin"]
@@ -125,4 +151,6 @@ def pretend() -> None:
     kind.__call__ = _call
     interpreter.InterpretedFunction.pre_run_hooks = []
     interpreter._patch_lang = Language()
+    interpreter._get_np_dtype = _numpy_dtype
+    tl.core.tuple.__init__, tl.core.tuple.type = _tuple, LateType()
     triton.knobs.runtime.interpret = False

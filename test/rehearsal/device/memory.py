@@ -1,8 +1,8 @@
-"""Memory of the pretended GPU: host memory whose storage is marked, and what may be done with it.
+"""Memory of the simulated GPU: host memory whose storage is marked, and the rules for its use.
 
-Every operation of torch comes through `DeviceMode`. What it may do follows CUDA's semantics: host
-and device tensors do not meet, what the host reads makes it wait, and a copy that does not block
-arrives when the host has waited for it.
+Every operation of torch goes through `DeviceMode`. The rules follow CUDA: host and device tensors
+cannot be mixed, a read by the host makes the host wait, and a non-blocking copy arrives only after
+the host has waited for it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 
-# Calls whose result has a shape that follows from values: the host must know them.
+# Calls whose result has a shape that depends on values, which the host must know.
 OF_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 OF_VALUES |= {"_local_scalar_dense", "equal", "is_nonzero"}
-# Calls that take host tensors beside those of the device: torch copies them over.
+# Calls that accept host tensors beside device tensors: torch copies them to the device.
 TAKE_INDICES = {"index", "index_put_", "index_put", "_index_put_impl_"}
 NO_KERNEL = {"detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided"}
 NO_KERNEL |= {"new_empty_strided", "set_", "resize_", "_has_compatible_shallow_copy_type"}
 
 
 class DeviceError(RuntimeError):
-    """What CUDA, or torch on CUDA, would refuse."""
+    """An operation that CUDA, or torch on CUDA, would refuse."""
 
 
 @dataclass
 class Log:
-    """What the device was asked to do, since it was last emptied."""
+    """The work that the device got since the log was last cleared."""
 
     launches: list[str] = field(default_factory=list)  # of kernels, outside graphs
     copies: list[str] = field(default_factory=list)  # between host and device, and on it
@@ -73,12 +73,12 @@ def is_pinned(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "pinned", False)
 
 
-_inside = 0  # of what the device does itself
+_inside = 0  # depth of `inside`
 
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """What the device does: on its own memory, seen by nobody."""
+    """Work of the device on its own memory, which is not logged."""
     global _inside
     _inside += 1
     try:
@@ -89,7 +89,7 @@ def inside() -> Iterator[None]:
 
 
 def caller() -> str:
-    """Who asked: the innermost frame that is neither torch's nor the device's own."""
+    """The caller: the innermost frame that belongs neither to torch nor to the device."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -100,7 +100,7 @@ def caller() -> str:
 
 
 def waited(what: str, until: int | None = None) -> None:
-    """The host waits for the device, until so many copies are made, None: all."""
+    """The host waits for the device until `until` copies are made. None: all copies."""
     if _inside:
         return
     if Recording.current is not None:
@@ -111,7 +111,7 @@ def waited(what: str, until: int | None = None) -> None:
 
 
 def poison(tensor: Tensor) -> None:
-    """Leave nothing that could pass for a value."""
+    """Overwrite a tensor with values that no test can take for a result."""
     with inside():
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
@@ -126,7 +126,7 @@ def poison(tensor: Tensor) -> None:
 
 
 class Copies:
-    """Those that do not block: seen by the host, and to be relied on, when it has waited."""
+    """Non-blocking copies. The host can see and rely on them only after it has waited."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -134,7 +134,7 @@ class Copies:
 
     @property
     def queued(self) -> int:
-        """All that were ever asked for."""
+        """The number of all copies that were ever queued."""
         return self.made + len(self._queue)
 
     def add(self, make: Callable[[], object]) -> None:
@@ -152,7 +152,7 @@ COPIES = Copies()
 
 
 def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
-    """Copy between host and device; both have one shape or broadcast."""
+    """Copy between host and device. Both have the same shape, or broadcast."""
     to_device, host = on_device(there), here if on_device(there) else there
     LOG.copies.append("to device" if to_device else "to host")
     pinned = is_pinned(host)
@@ -170,11 +170,11 @@ def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
             poison(there)
             return
         there.copy_(value)
-        if not pinned:  # copied at once, to memory of the driver
+        if not pinned:  # copied at once into memory of the driver
             return
 
     def leave() -> None:
-        """The device works late: what it copies must not have changed meanwhile."""
+        """The device copies late, so the source must not have changed meanwhile."""
         same = (here.to(value.dtype) == value) | (value != value)
         if not bool(same.all()):
             raise DeviceError(f"pinned memory changed before its copy was made ({asker})")
@@ -183,13 +183,13 @@ def copy_over(there: Tensor, here: Tensor, non_blocking: bool) -> None:
 
 
 def moved(tensor: Tensor, to_device: bool, dtype: torch.dtype, non_blocking: bool) -> Tensor:
-    """A copy on the other side."""
+    """Copy a tensor to the other side."""
     with inside():
         there = torch.empty_like(tensor, dtype=dtype)
     if to_device:
         mark(there)
     elif non_blocking:
-        pin(there)  # as torch makes it
+        pin(there)  # as in torch
     copy_over(there, tensor, non_blocking)
     return there
 
@@ -206,14 +206,14 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-TWINS: dict[str, Callable[..., Any]] = {}  # of operations that a CPU has not, by name
+TWINS: dict[str, Callable[..., Any]] = {}  # of operations that a CPU does not have, by name
 
 
 BODIES: dict[str, Callable[..., Any]] = {}  # of operations that are written in Python
 
 
 class Recording:
-    """The launches of a graph while it is captured, and the memory that they made."""
+    """The launches of a graph during its capture, and the memory that they allocated."""
 
     current: Recording | None = None
 
@@ -222,7 +222,7 @@ class Recording:
         self.made: list[Tensor] = []
 
     def add(self, launch: Callable[[], Any], made: list[Tensor]) -> None:
-        """A replay runs `launch` again and brings what it makes to where it was the first time."""
+        """A replay runs `launch` again, and copies its results to the memory of the first time."""
 
         def again() -> None:
             result = launch()
@@ -235,7 +235,7 @@ class Recording:
 
 
 def launched(name: str, launch: Callable[[], Any], made: list[Tensor] | None = None) -> None:
-    """Note a kernel: in the graph that is captured, else in the log."""
+    """Record a kernel: in the graph that is being captured, else in the log."""
     if Recording.current is not None:
         Recording.current.add(launch, made or [])
     else:
@@ -305,7 +305,7 @@ class DeviceMode(TorchDispatchMode):
 
     def _check(self, name: str, args: Any, kwargs: Any, given: list[Tensor], here: Any) -> None:
         strangers = [t for t, there in zip(given, here, strict=True) if not there and t.dim() > 0]
-        if "device" in kwargs:  # of the shape of another
+        if "device" in kwargs:  # only the shape of a tensor is used
             return
         if name in TAKE_INDICES:
             indices = [t for t in args[1] if t is not None]

@@ -1,4 +1,4 @@
-"""Compiled kernels that SGLang calls, in torch: of sgl_kernel, of SGLang's own and FlashInfer's."""
+"""Torch twins of the compiled kernels that SGLang calls: sgl_kernel's, its own and FlashInfer's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def top_k_top_p_sampling(
     top_p: Tensor,
     *__: Any,
 ) -> None:
-    """One token a row of the k likeliest whose sum is below p."""
+    """Draw one token per row, from the k likeliest tokens whose sum is below p."""
     ordered, order = probs.sort(descending=True)
     out = torch.arange(probs.shape[1]) >= top_k[:, None]
     out |= ordered.cumsum(-1) - ordered > top_p[:, None]
@@ -111,7 +111,7 @@ def whole_heads_rope(
 
 
 def load_jit(*marks: str, **_: Any) -> SimpleNamespace:
-    """`sglang.jit_kernel.utils.load_jit`: the kernels of a module, which is compiled by nvcc."""
+    """Replaces `sglang.jit_kernel.utils.load_jit`, which compiles a module's kernels with nvcc."""
 
     def activation(x: Tensor, out: Tensor, kind: str) -> None:
         assert kind == "silu"
@@ -140,7 +140,7 @@ def _flashinfer_prefill(backend: str) -> SimpleNamespace:
 
 
 def _spec(module: SimpleNamespace) -> SimpleNamespace:
-    """What FlashInfer's `gen_..._module` gives, which nvcc would compile."""
+    """The result of FlashInfer's `gen_..._module`, without its compilation by nvcc."""
     return SimpleNamespace(build_and_load=lambda: module)
 
 
@@ -176,11 +176,11 @@ def _pretend_flashinfer() -> None:
     from flashinfer.jit.core import JitSpec
     from flashinfer.jit.utils import filename_safe_dtype_map
 
-    filename_safe_dtype_map[torch.float32] = "f32"  # its kernels have none; ours compare in it
+    filename_safe_dtype_map[torch.float32] = "f32"  # its kernels do not support fp32; the twins do
     prefill.gen_batch_prefill_module = lambda backend, *_: _spec(_flashinfer_prefill(backend))
     merge = kernel("flashinfer:merge_state", merge_state)
     cascade.gen_cascade_module = lambda: _spec(SimpleNamespace(merge_state=merge))
-    norm._USE_CUDA_NORM = True  # not those that CuTe compiles
+    norm._USE_CUDA_NORM = True  # not the norms that CuTe compiles
     norms = {
         "rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
         "fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
