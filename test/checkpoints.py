@@ -1,4 +1,4 @@
-"""Random small checkpoints, written by hand: the tests' own idea of the formats."""
+"""Random small checkpoints, written by hand, independently of the package's adapters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def word(token: int) -> str:
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A word a token."""
+    """A tokenizer in which each word is one token."""
     tokenizer = Tokenizer(WordLevel({word(i): i for i in range(vocab_size)}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(EOS)).save_pretrained(path)
@@ -129,7 +129,7 @@ def speculators_draft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Nested config and extra tensors of the speculators library, for that target.
 
-    With `draft_vocab` of VOCAB the draft speaks the target's own vocabulary.
+    If `draft_vocab` is VOCAB, the draft has the target's own vocabulary.
     """
     flat = draft_config()
     keys: tuple[str, ...]

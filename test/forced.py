@@ -1,4 +1,4 @@
-"""Drafters for tests: one records what was proposed, one forces what will be accepted."""
+"""Drafters for tests: one records the proposed blocks, one forces the accepted counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.runtime.propose import Drafter
 
 
 def put_drafter(worker: Any, drafter: Any) -> None:
-    """Let every draft of a running worker be this one's."""
+    """Make a running worker use this drafter for every draft."""
     worker.drafter = drafter
     if isinstance(worker.next_draft, DraftAhead):
         worker.next_draft._drafter = drafter
@@ -22,7 +22,7 @@ def put_drafter(worker: Any, drafter: Any) -> None:
 
 @dataclass
 class Recorder:
-    """Passes through; `blocks[rid]` is the list of drafted blocks of a request."""
+    """Drafts as `inner` does. `blocks[rid]` is the list of drafted blocks of a request."""
 
     inner: Drafter
     blocks: dict[str, list[list[int]]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ def _comment(attr: griffe.Attribute) -> str:
     if attr.lineno is None or attr.endlineno is None or not isinstance(path, Path):
         return ""
     lines = attr.lines_collection[path]
-    _, _, behind = lines[attr.endlineno - 1].partition("  # ")  # the formatter's form
+    behind: str = lines[attr.endlineno - 1].partition("  # ")[2]  # the formatter's form
     if behind and not behind.startswith(NO_TEXT):
         return behind
     above: list[str] = []

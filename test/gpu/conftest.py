@@ -1,11 +1,11 @@
-"""What the tests of this folder share: the bundled pair in a real scheduler on the GPU."""
+"""Shared by the tests of this folder: the bundled pair in a real scheduler on the GPU."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# Triton multiplies fp32 as TF32 by default, whose rounding differs between kernels.
+# Triton multiplies fp32 as TF32 by default, and this rounds differently in each kernel.
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import pytest
@@ -16,7 +16,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
 
-# A dry run on a CPU shows that a test itself works: in fp32, with the one backend there is.
+# A dry run on a CPU shows that a test itself works: in fp32, with the one backend of a CPU.
 DRY_RUN = "DFLASH_DRY_RUN" in os.environ and not torch.cuda.is_available()
 ON_GPU = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ NEAR_TIE = 0.5  # between two logits of bf16, whose unit at 16 is 0.125
 
 
 class Margins:
-    """How far the best logit of every committed token lies above the second, of one engine."""
+    """For each committed token of an engine, the difference between the best and second logit."""
 
     def __init__(self, run: InProcess) -> None:
         self._verify = run.worker.verifier.verify
@@ -71,18 +71,18 @@ class Margins:
 
 
 def parted(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> list[float]:
-    """The margin of each place where an answer leaves the expected one."""
+    """The margin at the first difference of each answer that differs from the expected one."""
     found = []
     for req, truth in zip(reqs, expected, strict=True):
         pairs = zip(req.output_ids, truth, strict=True)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if place is not None:
-            found.append(margins.of.get((req.rid, place), float("inf")))  # inf: of the prefill
+            found.append(margins.of.get((req.rid, place), float("inf")))  # inf: by the prefill
     return found
 
 
 def ask(run: InProcess, ids: list[list[int]], **options: Any) -> list[Any]:
-    """Requests that ran at the same time, finished."""
+    """Run requests at the same time, and return them finished."""
     reqs = [run.add(prompt, **{**N, **options}) for prompt in ids]
     run.run(*reqs)
     return reqs

@@ -41,7 +41,7 @@ def part_only_at_near_ties(reqs: list[Any], margins: Margins, expected: list[lis
 
 
 def waits_of_steps(monkeypatch: pytest.MonkeyPatch, run: InProcess) -> tuple[list[list[str]], int]:
-    """Of three steady greedy steps: the files of all calls that block, and waits for events."""
+    """Three steady greedy steps: the files of the calls that block, and the waits for events."""
     for prompt in prompts(4):
         run.add(prompt, **N)
     for _ in range(4):
@@ -89,7 +89,7 @@ def test_one_copy_to_the_host_a_step(
 def test_drafting_ahead_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, backend: str, page: int
 ) -> None:
-    """The same tokens, all of them the target's own, whoever drafted and when."""
+    """The tokens are the target's own, whether or not blocks are drafted ahead."""
     monkeypatch.setenv(DRAFT_AHEAD, "off")
     with engine(attention_backend=backend, page_size=page) as run:
         expected = together(run, prompts(6))
@@ -104,7 +104,7 @@ def test_drafting_ahead_changes_no_token(
 def test_a_width_with_graphs_of_its_own_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, backend: str, width: str
 ) -> None:
-    """Whole blocks, one width, and widths in turn: the same tokens, and graphs for every one."""
+    """Whole blocks, one width, and widths in turn give the same tokens. Each width has graphs."""
     used, turns = set(), itertools.cycle([4, 8, 12, 16])
     replay = CudaGraphRunner.replay
 
@@ -142,7 +142,7 @@ def test_padded_graphs_equal_eager(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_where_texts_part_is_a_near_tie(backend: str) -> None:
-    """B26: every committed token is the argmax of its own row; texts part only at near-ties."""
+    """B26: every committed token is the argmax of its row. Texts differ only from near-ties on."""
     ids = prompts(6)
     with engine(draft=False, attention_backend=backend) as run:
         expected = together(run, ids)
@@ -153,7 +153,7 @@ def test_where_texts_part_is_a_near_tie(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_requests_join_one_by_one(backend: str) -> None:
-    """Eager forwards keep buffers that grow in decode steps and are filled in prefills."""
+    """Eager forwards keep buffers, which grow in decode steps and are filled in prefills."""
     ids, reqs = prompts(5), []
     with engine(attention_backend=backend, disable_cuda_graph=True) as run:
         for prompt in ids:
@@ -167,7 +167,7 @@ def test_requests_join_one_by_one(backend: str) -> None:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_the_last_block_ends_behind_the_context(backend: str, page: int) -> None:
-    """Answers that fill the context: their last verify has rows behind it."""
+    """The last verify of an answer that fills the context has rows behind the context."""
     flags: dict[str, Any] = {"attention_backend": backend, "page_size": page, "context_length": 160}
     ids = prompts(5)
     with engine(draft=False, **flags) as run:
@@ -208,7 +208,7 @@ def test_context_kv_kernel(dtype: torch.dtype, dim: int) -> None:
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("given", [True, False])
 def test_kernels_of_a_step(given: bool) -> None:
-    """Compiled, acceptance and the next block equal their twins."""
+    """The compiled kernels of acceptance and of the next block equal their twins."""
     torch.manual_seed(0)
     rows, width = 48, 16
     drawn, block = torch.randint(3, (2, rows, width), device="cuda")
@@ -229,7 +229,7 @@ def test_kernels_of_a_step(given: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 720])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
-    """Compiled, it equals torch's own."""
+    """The compiled kernel equals torch's own functions."""
     torch.manual_seed(rows)
     logits = torch.randn(rows, 152_064, device="cuda").to(dtype)[:, :151_936]
     best = logits.argmax(dim=-1)
@@ -245,7 +245,7 @@ def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])  # SGLang's graphs have the first
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])  # SGLang's graphs use int32
 def test_kernel_of_tables(page: int, kind: torch.dtype) -> None:
     torch.manual_seed(page)
     table = torch.randint(10_000, (50, 4096), dtype=torch.int32, device="cuda") * 16

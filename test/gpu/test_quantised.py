@@ -1,4 +1,4 @@
-"""Quantised drafts on a GPU: they accept what their dequantised twins accept.
+"""Quantised drafts on a GPU have the acceptance of their dequantised twins.
 
 The bundled draft is quantised here, round to nearest, in the layouts that fp8, AWQ and GPTQ
 checkpoints have.
@@ -23,11 +23,11 @@ from test.gpu.conftest import DRY_RUN, ON_GPU, prompts
 pytestmark = ON_GPU
 
 GROUP = 64  # divides every input size of the bundled draft
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns a nibble holds
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, that each nibble holds
 
 
 def pack(values: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight 4-bit values of a dimension in one int32."""
+    """Pack eight 4-bit values of a dimension into one int32."""
     eights = values.to(torch.int64).unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
     word = sum(eights[..., column] << (4 * i) for i, column in enumerate(order))
     return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
@@ -109,7 +109,7 @@ def write_pair(folder: Path, method: str) -> tuple[Path, Path]:
 
 
 def accepted(draft: Path) -> float:
-    """Accepted drafts a step."""
+    """Accepted drafts per step."""
     import sglang
 
     engine = sglang.Engine(

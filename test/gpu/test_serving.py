@@ -43,7 +43,7 @@ def all_kinds(run: InProcess, kinds: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer"])
 def test_all_kinds_of_requests(backend: str, page: int, graphs: bool) -> None:
-    """They finish, the draft is accepted as on a CPU, and the answers are of their kind."""
+    """All requests finish, acceptance is as on a CPU, and each answer fits its kind of request."""
     flags: dict[str, Any] = {
         "attention_backend": backend,
         "page_size": page,
@@ -76,7 +76,7 @@ def test_all_kinds_of_requests(backend: str, page: int, graphs: bool) -> None:
 
 
 def test_prefill_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's graphs of prefills hand out the hidden states: the draft is accepted as without."""
+    """Prefill graphs of SGLang return the hidden states, so acceptance is as without graphs."""
     replayed, replay = [], PiecewiseCudaGraphRunner.replay
 
     def watched(graphs: Any, batch: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def test_prefill_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def native() -> Iterator[None]:
-    """SGLang's own torch forms of norms, RoPE and activations: its CUDA kernels know no fp32."""
+    """SGLang's torch forms of norm, RoPE and activation. Its CUDA kernels do not support fp32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MultiPlatformOp, "dispatch_forward", lambda op: op.forward_native)
         yield
@@ -113,7 +113,7 @@ def native() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def truth(native: None) -> dict[str, Any]:
-    """What the target says without speculation, in fp32."""
+    """The target's answers without speculation, in fp32."""
     with engine(draft=False, attention_backend="triton", dtype="float32") as run:
         return all_kinds(run, EXACT) | {"plain": together(run, prompts(32))}
 
@@ -124,7 +124,7 @@ def truth(native: None) -> dict[str, Any]:
 def test_fp32_tokens_are_the_targets(
     monkeypatch: pytest.MonkeyPatch, truth: dict[str, Any], page: int, graphs: bool, ahead: str
 ) -> None:
-    """In fp32 all tokens equal those of no speculation, and so do logprobs but for rounding."""
+    """In fp32 all tokens equal those without speculation. So do logprobs, up to rounding."""
     monkeypatch.setenv(DRAFT_AHEAD, ahead)
     flags: dict[str, Any] = {
         "page_size": page,

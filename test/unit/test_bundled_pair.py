@@ -1,4 +1,4 @@
-"""The bundled pair as it is shipped: its files, its data, and what it reaches."""
+"""Tests of the bundled pair as it is shipped: its files, its data, and its results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_draft_is_zlab_and_fits_the_target() -> None:
 
 
 def test_a_wheel_holds_the_pair(tmp_path: Path) -> None:
-    """What `pip install` of a wheel brings, byte for byte."""
+    """A wheel holds the pair's files, byte for byte."""
     source = tmp_path / "source"
     without_caches = shutil.ignore_patterns("__pycache__")
     for folder in ("sglang_dflash", "training"):
@@ -81,7 +81,7 @@ def test_the_target_has_the_recipes_chat_template() -> None:
 
 
 def test_training_sees_no_held_out_prompt() -> None:
-    """Questions of the documents that training draws, against the prompts kept for evaluation."""
+    """Compare the questions that training draws with the prompts that are kept for evaluation."""
     drawn = itertools.islice(documents(TOKENIZER, seed=0), 600)
     text = "".join(TOKENIZER.decode(ids) for ids, _ in drawn)
     asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
@@ -94,7 +94,7 @@ def test_training_sees_no_held_out_prompt() -> None:
 
 
 def test_held_out_code_is_not_trained_on() -> None:
-    """Neither the prompt nor the block that it opens stands anywhere in training's source."""
+    """No held-out prompt occurs anywhere in the source that training reads."""
     trained = "\0".join(data.functions(held_out=False))
     examples = pool("code")
     assert len(examples) > 100
@@ -103,13 +103,13 @@ def test_held_out_code_is_not_trained_on() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_names_an_order(kind: str) -> None:
-    """Seed 1 is the file's order; another seed is another order of the same prompts."""
+    """Seed 1 is the order of the file. Another seed gives another order of the same prompts."""
     everything = pool(kind)
     assert len({example.prompt for example in everything}) == len(everything)
     assert held_out(kind, 5, seed=1) == list(everything[:5])
     assert held_out(kind, 5, seed=2) == held_out(kind, 9, seed=2)[:5]
     assert held_out(kind, 5, seed=2) != held_out(kind, 5, seed=3)
-    with pytest.raises(ValueError, match=f"there are {len(everything)}"):
+    with pytest.raises(ValueError, match=f"only {len(everything)} exist"):
         held_out(kind, len(everything) + 1)
 
 
@@ -147,7 +147,7 @@ def test_accept_length(served: Served, kind: str) -> None:
 
 
 def test_word_problems_are_solved(served: Served) -> None:
-    """90 % on many; on these few, two may be wrong. Every answer ends by the target's own EOS."""
+    """The goal is 90 %. Of these few, two may be wrong. Every answer ends with the target's EOS."""
     said = [(TOKENIZER.decode(req.output_ids), example) for example, req in served["word"]]
     right = [final_answer(text) == example.check for text, example in said]
     assert sum(right) >= COUNT - 2, [text for text, _ in said]

@@ -1,4 +1,4 @@
-"""Reading a draft's configuration: every field from its right place, or a refusal that names it."""
+"""Reading a draft's configuration: each field from its place, or a refusal that names the field."""
 
 from __future__ import annotations
 

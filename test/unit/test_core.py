@@ -1,4 +1,4 @@
-"""The method's own arithmetic, against slow loops. No SGLang here."""
+"""The arithmetic of the method, compared with slow loops, without SGLang."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_next_block() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=5),
 )
 def test_grow(page: int, lengths: list[tuple[int, int]]) -> None:
-    """Positions are new, pages are shared by no two requests, offsets in a page are right."""
+    """Positions are new, no two requests share a page, and offsets in a page are right."""
     have = [h for h, _ in lengths]
     want = [h + more for h, more in lengths]
     growth = grow(have, want, page)

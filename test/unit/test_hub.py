@@ -1,4 +1,4 @@
-"""Drafts by hub id, against a small server that speaks the hub's protocol."""
+"""Drafts by hub id, from a small server that implements the hub's protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "0" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one repository, `org/draft`, and remembers how many bytes of each file it gave."""
+    """Serves one repository, `org/draft`, and counts the bytes that it sent of each file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ except Refusal as refusal:
 
 
 def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
-    """Configs and the beginnings of the weights: parameters are counted, no weight is fetched."""
+    """Only configs and headers are fetched. They are enough to count the parameters."""
     config = draft_config(intermediate_size=4096)
     weights = draft_weights(config)
     file = write_draft(hub.folder, config, weights) / "model.safetensors"
@@ -130,7 +130,7 @@ def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_server_fetches_all_that_a_draft_is(hub: Hub, tmp_path: Path) -> None:
-    """Headers and mask_embedding.pt are there before the draft is read."""
+    """All files, with mask_embedding.pt, are fetched before the draft is read."""
     config, weights = speculators_draft()
     write_draft(hub.folder, config, weights)
     torch.save(torch.zeros(64), hub.folder / "mask_embedding.pt")

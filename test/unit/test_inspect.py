@@ -1,4 +1,4 @@
-"""`sglang-dflash inspect` and the refusals of broken files: one line each, nothing loaded."""
+"""`sglang-dflash inspect`, and the refusals of broken files: one line each, without loading."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_block_size_is_the_checkpoints_number(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With sample_from_anchor too, where a block is one position longer than the draft reads."""
+    """Also with sample_from_anchor: a block is then one position longer than the draft reads."""
     config = draft_config(dflash_config={"sample_from_anchor": True})
     draft = str(write_draft(tmp_path, config, draft_weights(config)))
     assert main(["inspect", draft, "--json"]) == 0
@@ -72,7 +72,7 @@ def test_misfit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_needs_no_sglang(tmp_path: Path) -> None:
-    """Seconds, no GPU: SGLang is not even imported."""
+    """It takes seconds and needs no GPU, because it does not import SGLang."""
     code = f"""
 import sys
 sys.modules["sglang"] = None
@@ -222,7 +222,7 @@ def test_json_keeps_its_shape(
 
 
 def test_every_row_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A speculators draft with windows and a vocabulary of its own, beside its target."""
+    """A speculators draft with windows and its own vocabulary, with its target."""
     kinds = ["sliding_attention", "full_attention"]
     config, weights = speculators_draft(layer_types=kinds, sliding_window=12)
     draft = write_draft(tmp_path / "draft", config, weights)
@@ -250,7 +250,7 @@ def test_a_target_without_sizes(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert main(["inspect", str(DRAFT), "--target", str(tmp_path), "--json"]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
-    assert "is no target's config" in problem["what"]
+    assert "is not the config of a target" in problem["what"]
     assert "hidden_size" in problem["what"]
     assert problem["fix"] == "Give the folder of a target as --target."
 

@@ -1,4 +1,4 @@
-"""A command that starts servers hears every signal that should end it, and owns its ports."""
+"""A command that starts servers handles every signal that should end it, and owns its ports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print(launch.free_port())
 
 
 def test_no_two_processes_are_given_one_port() -> None:
-    """Though nothing is bound to it yet: a server binds its ports long after they were chosen."""
+    """Even if nothing is bound to it yet: a server binds its ports long after they are chosen."""
     port = free_port()
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(port)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)

@@ -1,4 +1,4 @@
-"""T modules import torch alone: no SGLang, directly or through another module."""
+"""T modules import only torch: no SGLang, neither directly nor through another module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import sglang_dflash.options, sglang_dflash.platforms
 
 
 def test_nothing_but_its_plugin_reaches_the_cpu() -> None:
-    """`cpu/` runs SGLang without a GPU, for any algorithm; it shapes nothing outside."""
+    """`cpu/` runs SGLang without a GPU, for any algorithm. No code outside depends on it."""
     named = []
     for file in PACKAGE.rglob("*.py"):
         if PACKAGE / "cpu" in file.parents:

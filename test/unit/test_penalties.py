@@ -1,4 +1,4 @@
-"""Block penalties equal those of decoding one token at a time."""
+"""The penalties of a block equal those of decoding one token at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def slow(
     min_length: int,
     stop: int,
 ) -> torch.Tensor:
-    """What one-token decoding does to one row of logits after `history`."""
+    """One row of logits after `history`, penalised as in one-token decoding."""
     out = logits.clone()
     for token in range(VOCAB):
         count = history.count(token)

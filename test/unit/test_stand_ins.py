@@ -1,4 +1,4 @@
-"""Torch twins on the CPU against what they stand in for."""
+"""Torch twins on the CPU, compared with the kernels that they replace."""
 
 from __future__ import annotations
 

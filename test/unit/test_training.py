@@ -1,4 +1,4 @@
-"""The recipe of the pair: what a block sees, what a draft's loss counts, what is exported."""
+"""The recipe of the pair: the context of a block, the weights of the loss, the exported prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.shapes import DRAFT_CONFIG, VOCAB
 
 @pytest.mark.parametrize("size", [DRAFT_CONFIG["block_size"], 3])
 def test_a_block_sees_the_context_before_its_anchor_and_itself(size: int) -> None:
-    """Blocks of one forward equal blocks alone, whatever stands at and behind their anchors."""
+    """Blocks of one forward equal single blocks, whatever follows their anchors."""
     torch.manual_seed(0)
     draft, hidden = Draft(DRAFT_CONFIG), DRAFT_CONFIG["hidden_size"]
     embed = torch.nn.Embedding(VOCAB, hidden)
@@ -39,7 +39,7 @@ def test_a_block_sees_the_context_before_its_anchor_and_itself(size: int) -> Non
 
 
 def test_half_of_the_loss_is_what_drafts_are_worth() -> None:
-    """The rest of the weights is the derivative of the expected steps a token, by autograd."""
+    """That half is the derivative of the expected steps per token. Autograd gives the same."""
     torch.manual_seed(0)
     loss = (3 * torch.rand(2, 3, 15)).requires_grad_()
     valid = (torch.arange(15) < torch.tensor([15, 8, 1])[:, None]).float().expand(2, 3, 15)
@@ -53,7 +53,7 @@ def test_half_of_the_loss_is_what_drafts_are_worth() -> None:
 
 
 def test_the_recipe_writes_the_prompts_that_are_shipped(tmp_path: Path) -> None:
-    """Code is left out: it is the standard library of the Python that writes."""
+    """Code is left out, because it is the standard library of the running Python."""
 
     def generated(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()

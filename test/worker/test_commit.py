@@ -1,4 +1,4 @@
-"""What a request makes of its committed tokens is what it makes of them one by one."""
+"""A request takes several committed tokens at once as it takes them one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = st.fixed_dictionaries(
 
 
 def request(sampling: dict[str, Any], ends: set[int], first: int) -> Req:
-    """One that has its first token, from a prefill."""
+    """A request that has its first token from a prefill."""
     params = SamplingParams(**sampling)
     params.normalize(None)
     req = Req("r", "", [1], params, vocab_size=6, eos_token_ids=ends)

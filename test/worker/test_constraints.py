@@ -13,6 +13,7 @@ from sglang.srt.sampling.custom_logit_processor import (
 )
 
 from test.inprocess import InProcess
+from test.precision import HIDDEN_STATE_BOUND, LOGPROB_BOUND
 from test.worker.conftest import Alone, Cut, facts, force, prompt
 
 N: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
@@ -54,9 +55,9 @@ def known(req: Any) -> dict[str, Any]:
 
 
 def close(got: Any, expected: Any) -> bool:
-    """Equal, numbers within 1e-5."""
+    """Equal, numbers within the bound of a logprob."""
     if isinstance(expected, float):
-        return bool(abs(got - expected) <= 1e-5)
+        return bool(abs(got - expected) <= LOGPROB_BOUND)
     if isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(close, got, expected))
     if isinstance(expected, dict):
@@ -272,7 +273,9 @@ def test_hidden_states(target: str, draft: str, alone: Alone, cuts: Cut) -> None
             engine.run(*others, req)
         assert len(req.hidden_states) == len(expected) == 20
         for got, want in zip(req.hidden_states, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(got), torch.tensor(want), atol=HIDDEN_STATE_BOUND, rtol=0
+            )
 
 
 class Raise(CustomLogitProcessor):

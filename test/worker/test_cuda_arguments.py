@@ -1,4 +1,4 @@
-"""What a CUDA server is told, as far as a CPU can see it."""
+"""The arguments of a CUDA server, as far as a CPU can check them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from test.worker.test_refused_targets import SIZES, save
 
 
 def changed_target(target: str, folder: Path, **changes: object) -> str:
-    """A copy of a target whose config says something else."""
+    """A copy of a target with changes in its config."""
     shutil.copytree(target, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -33,7 +33,7 @@ def changed_target(target: str, folder: Path, **changes: object) -> str:
 
 
 def test_a_draft_computes_in_the_targets_dtype(target: str, draft: str, tmp_path: Path) -> None:
-    """A target of half precision, `--dtype auto`: the draft reads its states and embeddings."""
+    """With a half-precision target and `--dtype auto`, the draft reads half-precision states."""
     half = changed_target(target, tmp_path / "half", torch_dtype="float16", dtype="float16")
     with InProcess(half, draft, dtype="auto") as engine:
         runner = engine.worker.draft_model_runner
@@ -56,7 +56,7 @@ def model_config(target: str) -> ModelConfig:
 
 @pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
 def test_kv_in_fp8_by_checkpoint(target: str, draft: str, tmp_path: Path, place: str) -> None:
-    """ModelOpt's way to ask for it; SGLang then sets the flag that we refuse, after we looked."""
+    """ModelOpt checkpoints can require it. SGLang sets the refused flag only after our check."""
     if place == "config.json":
         scheme = {"type": "float", "num_bits": 8}
         said = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
@@ -70,7 +70,7 @@ def test_kv_in_fp8_by_checkpoint(target: str, draft: str, tmp_path: Path, place:
 
 
 def test_targets_with_windows_are_known(tmp_path: Path) -> None:
-    """Of them SGLang's flashinfer backend cannot verify a block."""
+    """SGLang's flashinfer backend cannot verify a block of such targets."""
     sizes = SIZES | {"query_pre_attn_scalar": 32, "sliding_window": 32}
     config = transformers.Gemma3TextConfig(**sizes)
     windowed = model_config(save(tmp_path / "gemma", "Gemma3ForCausalLM", config))
@@ -82,7 +82,7 @@ def test_targets_with_windows_are_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mla", [True, False])
 def test_attention_in_a_latent_space_has_no_schedule(mla: bool) -> None:
-    """SGLang's call for it, word for word, has a second query and names no window."""
+    """SGLang's call for it, with the same names, has a second query and no window."""
     lens: Any = torch.zeros(1, dtype=torch.int32)
     lens.dflash_schedules = {}
     names = "q k_cache v_cache page_table cu_seqlens_q max_seqlen_q softmax_scale causal softcap"

@@ -1,4 +1,4 @@
-"""The draft computes what the paper says, from the target's true hidden states, always."""
+"""The draft always computes what the paper says, from the target's true hidden states."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang_dflash.runtime.state import HostCopy
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
 from test.forced import Recorder, put_drafter
 from test.inprocess import InProcess
+from test.precision import HIDDEN_STATE_BOUND
 from test.reference import Semantics, draft_block, features
 from test.worker.conftest import Alone, force, prompt
 
@@ -25,7 +26,7 @@ def record(engine: InProcess) -> Recorder:
 
 
 def trace(engine: InProcess, ids: list[int], new_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """For every step of a request: its output so far, and the block drafted behind it."""
+    """For each step of a request: its output so far, and the block that is drafted behind it."""
     recorder = record(engine)
     req = engine.add(ids, max_new_tokens=new_tokens, ignore_eos=True)
     steps: list[tuple[list[int], list[int]]] = []
@@ -67,7 +68,7 @@ def test_drafts_equal_plain_pytorch(
 
 
 def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCausalLM) -> None:
-    """B4: captured features are Transformers' hidden_states[k + 1]; its neighbours are not."""
+    """B4: captured features are Transformers' hidden_states[k + 1], not those of its neighbours."""
     ids = prompt(6, 40)
     with InProcess(target, draft) as engine:
         captured: list[torch.Tensor] = []
@@ -81,7 +82,7 @@ def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCaus
         engine.generate(ids, max_new_tokens=1)
     layers = draft_config()["dflash_config"]["target_layer_ids"]
     torch.testing.assert_close(
-        captured[0], features(model, ids, [k + 1 for k in layers]), atol=1e-4, rtol=0
+        captured[0], features(model, ids, [k + 1 for k in layers]), atol=HIDDEN_STATE_BOUND, rtol=0
     )
     for shift in (-1, 1):
         neighbour = features(model, ids, [k + 1 + shift for k in layers])
@@ -103,7 +104,7 @@ def test_last_layer_is_a_target_layer(target: str, model: Qwen3ForCausalLM, tmp_
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_prefix_hit_keeps_the_trace(target: str, draft: str, page: int) -> None:
-    """B1: the same prompt again, a longer one, and one that ends inside a page draft the same."""
+    """B1: a prompt again, a longer one, and one that ends inside a page get the same drafts."""
     ids = prompt(8, 37)
     variants = [ids, ids + prompt(9, 10), ids[:30], ids[:18] + prompt(10, 9)]
     with InProcess(target, draft, page_size=page) as engine:
@@ -175,11 +176,11 @@ def test_chunked_prefill_gives_the_same_draft_kv(target: str, draft: str, page: 
             kv[chunk] = draft_kv(engine, req.req_pool_idx, len(ids))
             engine.run(req)
     for chunk in chunks:
-        torch.testing.assert_close(kv[chunk], kv[-1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(kv[chunk], kv[-1], atol=HIDDEN_STATE_BOUND, rtol=0)
 
 
 def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
-    """B22: the same state drafts the same block, sampled request or not."""
+    """B22: the same state gives the same block, for greedy and for sampled requests."""
     with InProcess(target, draft) as engine:
         recorder = record(engine)
         for temperature in (0.0, 1.0):
@@ -192,7 +193,7 @@ def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
 
 
 def test_padded_rows_are_never_drafted(tmp_path: Path) -> None:
-    """B16: rows that pad the vocabulary hold huge values and lose all the same."""
+    """B16: rows that pad the vocabulary are never drafted, even with huge values."""
     target = write_target(tmp_path / "target", vocab_size=150)
     config = draft_config(vocab_size=150, dflash_config={"mask_token_id": 149})
     draft = write_draft(tmp_path / "draft", config, draft_weights(config))
@@ -208,7 +209,7 @@ def test_padded_rows_are_never_drafted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_head(tmp_path: Path, tied: bool) -> None:
-    """B17: the draft reads the head that the target has, tied to its embedding or not."""
+    """B17: the draft uses the target's LM head, tied to its embedding or not."""
     target = write_target(tmp_path / "target", tie_word_embeddings=tied)
     config = draft_config()
     weights = draft_weights(config)
@@ -242,7 +243,7 @@ def test_generated_mask_token_survives(target: str, draft: str, alone: Alone) ->
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_draft_window(target: str, draft: str, model: Qwen3ForCausalLM, page: int) -> None:
-    """--speculative-draft-window-size: the draft sees the last tokens only, the output is exact."""
+    """--speculative-draft-window-size: the draft sees only the last tokens. The output is exact."""
     config = draft_config()
     weights = draft_weights(config)
     ids, window = prompt(19, 50), 16
@@ -266,7 +267,7 @@ def test_draft_window(target: str, draft: str, model: Qwen3ForCausalLM, page: in
 def test_first_tokens_leave_before_the_context_kv(
     target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for their copy, which a GPU makes in the order of the queue."""
+    """The host waits for the copy of the first tokens. A GPU makes copies in queue order."""
     order = []
 
     def copied(tensor: torch.Tensor) -> HostCopy:

@@ -1,4 +1,4 @@
-"""Whatever is accepted, the output is the target's own: page sizes, caches, chunks, finishes."""
+"""With any acceptance the output is the target's: page sizes, caches, chunks, finish reasons."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from test.checkpoints import word
 from test.forced import Forced
 from test.inprocess import InProcess
+from test.precision import LOGPROB_BOUND
 from test.worker.conftest import Alone, Request, facts, force, prompt
 
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
@@ -88,7 +89,7 @@ Finish: TypeAlias = tuple[InProcess, Forced, list[int], Cases]
 
 
 def finishing(way: str, token: int, cut: int) -> dict[str, Any]:
-    """Options under which the request ends at its output token number `cut`."""
+    """Options with which the request ends at its output token number `cut`."""
     text = word(token)
     ways: dict[str, dict[str, Any]] = {
         "length": {"max_new_tokens": cut + 1, "ignore_eos": True},
@@ -102,7 +103,7 @@ def finishing(way: str, token: int, cut: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finish(target: str, draft: str, alone: Alone) -> Iterator[Finish]:
-    """The engine with all drafts right, and for each (way, offset) options and expected facts."""
+    """An engine whose drafts are all right, and options and expected facts by (way, offset)."""
     [full] = alone([(PROMPT, LONG)])
     cases = {
         (way, offset): finishing(way, full["ids"][1 + offset], 1 + offset)
@@ -130,7 +131,7 @@ def test_finish_at_every_offset(finish: Finish, way: str, offset: int) -> None:
     forced.truth[req.rid] = truth
     engine.run(req)
     got = facts(req)
-    assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+    assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_BOUND)
     assert {**got, "logprobs": None} == {**expected, "logprobs": None}
     assert sum(req.spec_correct_drafts_histogram) == req.spec_verify_ct
     accepted = sum(k * n for k, n in enumerate(req.spec_correct_drafts_histogram))

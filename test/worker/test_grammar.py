@@ -1,4 +1,4 @@
-"""Grammars with drafts: legal ones are accepted, illegal ones end the walk."""
+"""Grammars with drafts: legal drafts are accepted, and an illegal draft ends acceptance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def asked() -> Answered:
 
 @pytest.mark.parametrize("accepting", ["real", "none", "all", "random"])
 def test_all_grammars_in_one_batch(asked: Answered, accepting: str, cuts: Cut) -> None:
-    """Several grammars and none together; each answer is the one it has alone."""
+    """Requests with several grammars and with none run together, each with its own answer."""
     rng = random.Random(2)
     with InProcess(str(TARGET), str(DRAFT)) as engine:
         full = isinstance(engine.worker.verify_width, FixedWidth)

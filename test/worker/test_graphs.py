@@ -1,4 +1,4 @@
-"""Captured forwards on a CPU: the same bits as the modules', or none are captured."""
+"""Captured forwards on a CPU give the bits of the modules, or they are not captured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(target: str, draft: str) -> Iterator[InProcess]:
 
 @pytest.fixture(params=["target", "draft"])
 def runner(engine: InProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The model runner of either, whose modules a test may change."""
+    """The model runner of target or draft, whose modules a test may change."""
     worker = engine.worker
     runner = worker.model_runner if request.param == "target" else worker.draft_model_runner
     forward = runner.model.forward
@@ -42,7 +42,7 @@ def runner(engine: InProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def graphs_of(runner: Any) -> CpuGraphs:
-    """Fresh graphs of blocks whose hidden states are wanted, as the worker asks of the target."""
+    """New graphs. For the target they return hidden states, as the worker needs."""
     graphs = CpuGraphs(runner)
     if not runner.is_draft_worker:
         graphs.capture_hidden_mode = CaptureHiddenMode.FULL
@@ -50,7 +50,7 @@ def graphs_of(runner: Any) -> CpuGraphs:
 
 
 def random_batch(runner: Any, widths: list[int], seed: int) -> ForwardBatch:
-    """A block of random tokens a request, behind contexts of any length and place."""
+    """A block of random tokens per request, behind contexts of random lengths and places."""
     rng, most = random.Random(seed), max(widths)
     lens_cpu = torch.tensor([rng.randrange(1, 40) for _ in widths])
     places = rng.sample(range(1, 4000), 64 * len(widths))
@@ -84,7 +84,7 @@ def assert_same(runner: Any, graphs: CpuGraphs, widths: list[int], seed: int) ->
 
 
 def test_the_same_bits(runner: Any) -> None:
-    """By whole blocks and cut ones, of any number of requests, each kind captured once."""
+    """Whole blocks and cut ones, with several numbers of requests. Each kind is captured once."""
     graphs = runner.piecewise_cuda_graph_runner
     kinds = [[1], [8], [3], [1, 2], [4, 4], [8, 1, 3], [2, 2, 2, 2]]
     for seed, widths in enumerate(kinds * 3):
@@ -115,11 +115,11 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("adds", "reason"),
     [
-        (lambda hidden, batch: int(hidden.sum()) % 7, "__int__` gives int and no tensor"),
-        (lambda hidden, batch: len(hidden.tolist()), "`tolist` gives list and no tensor"),
-        (lambda hidden, batch: len((hidden > 3).nonzero()), "`nonzero` follows from values"),
-        (lambda hidden, batch: hidden[hidden > 3].numel(), "`__getitem__` follows from values"),
-        (lambda hidden, batch: len(torch.where(hidden > 3)[0]), "`where` follows from values"),
+        (lambda hidden, batch: int(hidden.sum()) % 7, "__int__` returns int, not a tensor"),
+        (lambda hidden, batch: len(hidden.tolist()), "`tolist` returns list, not a tensor"),
+        (lambda hidden, batch: len((hidden > 3).nonzero()), "`nonzero` depends on values"),
+        (lambda hidden, batch: hidden[hidden > 3].numel(), "`__getitem__` depends on values"),
+        (lambda hidden, batch: len(torch.where(hidden > 3)[0]), "`where` depends on values"),
         (lambda hidden, batch: batch.seq_lens.shape[0], "neither the batch nor the model"),
         (lambda hidden, batch: isinstance(batch.spec_info, DFlashBlock), "number of its tokens"),
         (lambda hidden, batch: 5 // batch.batch_size, "unsupported operand"),
@@ -180,7 +180,7 @@ def test_an_output_of_more_fields_is_not_captured(runner: Any) -> None:
 def test_a_batch_in_disguise_is_not_captured(
     engine: InProcess, runner: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy of the batch that the model makes for itself would be of the captured one for ever."""
+    """A graph would always use the copy of the first batch that the model made in its capture."""
     caplog.set_level(logging.INFO, logger="sglang_dflash")
     forward = runner.model.forward
     runner.model.forward = lambda ids, positions, batch, **others: forward(
@@ -193,7 +193,7 @@ def test_a_batch_in_disguise_is_not_captured(
 
 
 def test_a_hooked_model_is_not_captured(engine: InProcess, runner: Any) -> None:
-    """Nor one that runs modules of the hooked model."""
+    """A model that runs modules of the hooked model is not captured either."""
     target = engine.worker.model_runner
     for model in {runner.model, target.model}:
         hook = next(model.children()).register_forward_hook(lambda *_: None)
@@ -204,7 +204,7 @@ def test_a_hooked_model_is_not_captured(engine: InProcess, runner: Any) -> None:
 
 
 def test_a_failing_forward_fails_as_it_does(runner: Any) -> None:
-    """An error is the forward's own, not one of its capture."""
+    """The error is that of the forward, not one of its capture."""
 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("of the model")
@@ -215,7 +215,7 @@ def test_a_failing_forward_fails_as_it_does(runner: Any) -> None:
 
 
 def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
-    """The draft's, too: it runs the target's embedding and LM head."""
+    """Also those of the draft, because it runs the target's embedding and LM head."""
     target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
     both = {}
     for runner in (target, draft):
@@ -229,7 +229,7 @@ def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
     request = UpdateWeightsFromTensorReqInput([tensors])
     assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
     assert torch.equal(weight[:VOCAB], changed)
-    assert engine.worker.update_weights_from_ipc(None)[0]  # SGLang tells the target by itself
+    assert engine.worker.update_weights_from_ipc(None)[0]  # SGLang itself updates the target
     for runner, graphs in both.items():
         assert not graphs._graphs
         assert_same(runner, graphs, [4], 1)
@@ -239,7 +239,7 @@ def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
 
 
 def test_replaced_weights(runner: Any) -> None:
-    """As a loader may do: other tensors in the place of the old."""
+    """A loader may put other tensors in the place of the old ones."""
     graphs = runner.piecewise_cuda_graph_runner
     assert_same(runner, graphs, [4], 0)
     norm = runner.model.norm if runner.is_draft_worker else runner.model.model.norm

@@ -1,4 +1,4 @@
-"""Norm and RoPE of the drafting pair: the bits of SGLang's own methods, in fewer operations."""
+"""Lean norm and RoPE give the bits of SGLang's own methods, in fewer operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test.inprocess import InProcess
 
 @pytest.fixture(scope="module")
 def modules(target: str, draft: str) -> list[nn.Module]:
-    """Of the small target and its draft, as a server has them."""
+    """The modules of the small target and its draft, as a server has them."""
     with InProcess(target, draft) as engine:
         runners = engine.worker.model_runner, engine.worker.draft_model_runner
         return [module for runner in runners for module in runner.model.modules()]
@@ -33,7 +33,7 @@ def lean(modules: list[nn.Module], kind: type[nn.Module]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [RMSNorm, RotaryEmbedding])
 def test_called_as_sglangs_own_are(modules: list[nn.Module], kind: type[nn.Module]) -> None:
-    """Models give arguments by name."""
+    """The parameters have the same names, because models pass arguments by name."""
     module = lean(modules, kind)[0]
     own, ours = (signature(f) for f in (module.forward_native, module._forward_method))
     assert list(own.parameters) == list(ours.parameters)
@@ -46,7 +46,7 @@ def test_norm(modules: list[nn.Module], dtype: torch.dtype, rows: int, residual:
     for norm in lean(modules, RMSNorm):
         given = [torch.randn(rows, norm.hidden_size).to(dtype) for _ in range(1 + residual)]
         wide = torch.randn(rows, 3 * norm.hidden_size).to(dtype)[:, norm.hidden_size :]
-        given[0] = wide[:, : norm.hidden_size]  # as a slice of a fused projection comes
+        given[0] = wide[:, : norm.hidden_size]  # a slice, as of a fused projection
         before = [tensor.clone() for tensor in given]
         expected, result = norm.forward_native(*given), norm(*given)
         assert all(map(torch.equal, given, before))

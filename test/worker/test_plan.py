@@ -1,4 +1,4 @@
-"""A verify that is planned ahead: used once, by the very block it was planned for."""
+"""A verify plan that is made ahead is used once, and only for the block that it was made for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test.worker.conftest import Alone, prompt
 
 
 class Graphs:
-    """In the place of CUDA graphs, which a CPU has not: what is planned for them."""
+    """Replaces CUDA graphs, which a CPU does not have, and records the plans for them."""
 
     def __init__(self) -> None:
         self.planned: list[ForwardBatch] = []
@@ -40,7 +40,7 @@ def expected(alone: Alone) -> list[list[int]]:
 def engine(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
     monkeypatch.setenv(DRAFT_AHEAD, "on")
     monkeypatch.setenv(VERIFY_WIDTH, "full")
-    # The modules run the planned forward here, and plan their attention for it themselves.
+    # Here the modules run the planned forward, and plan their attention for it again.
     monkeypatch.setattr(ForwardBatch, "mark_forward_metadata_ready", lambda forward: None)
     with InProcess(target, draft) as engine:
         engine.worker.model_runner.graph_runner = Graphs()
@@ -48,7 +48,7 @@ def engine(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def watched(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """Of every verify: whether it was planned, and its requests."""
+    """A list that gets, for each verify, whether it was planned and its number of requests."""
     seen: list[tuple[bool, int]] = []
     verifier, target = engine.worker.verifier, engine.worker.target_worker
     forward = target.forward_batch_generation
@@ -58,7 +58,7 @@ def watched(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bo
             seen.append((False, len(batch.reqs)))
         elif forward_batch.forward_mode.is_target_verify():
             assert forward_batch is verifier._runner.graph_runner.planned[-1]
-            # SGLang keeps buffers from one forward to the next and fills them in no special mode.
+            # SGLang keeps buffers between forwards, and fills them outside of inference mode.
             assert not forward_batch.input_ids.is_inference()
             seen.append((True, forward_batch.batch_size))
         return forward(batch, forward_batch, **options)
@@ -70,7 +70,7 @@ def watched(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bo
 def test_planned_steps_give_the_same_tokens(
     expected: list[list[int]], engine: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests join and end in different steps: what was planned for others is not used."""
+    """Requests join and end in different steps. A plan for another batch is not used."""
     seen = watched(engine, monkeypatch)
     reqs = []
     for ids, options in REQUESTS:
@@ -88,7 +88,7 @@ def test_planned_steps_give_the_same_tokens(
 
 
 def test_a_prefill_forgets_the_plan(engine: InProcess) -> None:
-    """Its draft writes the buffers that the plan lies in."""
+    """The draft of a prefill overwrites the buffers of the plan."""
     engine.add(prompt(1, 12), max_new_tokens=40, ignore_eos=True)
     for _ in range(3):
         engine.step()

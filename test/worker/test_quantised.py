@@ -1,7 +1,7 @@
 """B19: the context projections of a quantised draft equal those of its dequantised weights.
 
-Only unquantised projections of several layers are stacked. A quantised one is whatever its method
-makes of it, here int8 rows with a scale for each of q, k and v, so it must run whole.
+Only unquantised projections of several layers are stacked. The layout of a quantised one depends on
+its method, here int8 rows with a scale for each of q, k and v. So it must run whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from test.inprocess import InProcess
 
 
 class ScaledRows(LinearMethodBase):
-    """Weights as an fp8 checkpoint has them: stored values, a scale a projection."""
+    """Weights as in an fp8 checkpoint: stored values, and one scale per projection."""
 
     def create_weights(self, layer: nn.Module, *sizes: object, **options: object) -> None:
         raise AssertionError("made by `quantise`")
@@ -33,7 +33,7 @@ class ScaledRows(LinearMethodBase):
 
 
 def quantise(layer: Any) -> None:
-    """Store a QKV projection as int8; q, k and v get scales of their own."""
+    """Store a QKV projection as int8. q, k and v get their own scales."""
     parts = layer.weight.data.split(layer.output_partition_sizes)
     scales = [
         part.abs().max() * factor / 127 for part, factor in zip(parts, (1, 2, 3), strict=True)
@@ -60,7 +60,7 @@ def engine(target: str, draft: str) -> Iterator[InProcess]:
 
 
 def context_kv(engine: InProcess, features: Tensor, slots: Tensor) -> tuple[ContextKV, Tensor]:
-    """What is written for these features, [2, layers, n, heads, D]."""
+    """The writer, and the K/V that it writes for these features, [2, layers, n, heads, D]."""
     runner = engine.worker.draft_model_runner
     writer = ContextKV(runner.model, runner.token_to_kv_pool, Kernels.on("cpu"))
     writer.write(features, torch.arange(len(slots)), slots)
@@ -88,4 +88,4 @@ def test_context_kv_of_quantised_projections(engine: InProcess) -> None:
     assert stacked._project != stacked._project_each
     assert restacked._project != restacked._project_each
     torch.testing.assert_close(quantised, expected, atol=1e-5, rtol=1e-5)
-    assert (quantised - before).abs().max() > 1e-3  # int8 is seen
+    assert (quantised - before).abs().max() > 1e-3  # int8 makes a difference

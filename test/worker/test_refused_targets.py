@@ -1,4 +1,4 @@
-"""Targets that cannot be served exactly, refused by name from their config alone."""
+"""Targets that cannot be served exactly are refused by name, from their config only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def save(folder: Path, architecture: str, config: Any) -> str:
 @pytest.mark.parametrize("radix", [True, False], ids=["radix cache", "no radix cache"])
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_recurrent_state(draft: str, tmp_path: Path, architecture: str, radix: bool) -> None:
-    """B10: refused either way; under the radix cache SGLang's own condition is named, too."""
+    """B10: refused in both cases. With the radix cache, the message also names SGLang's flag."""
     target = save(tmp_path, architecture, RECURRENT[architecture]())
     with pytest.raises(Refusal, match="recurrent state") as caught:
         arguments(target, draft, disable_radix_cache=not radix)
@@ -76,7 +76,7 @@ def test_recurrent_state(draft: str, tmp_path: Path, architecture: str, radix: b
 
 
 def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Path) -> None:
-    """Granite 4's class, attention layers only: refused for what it lacks."""
+    """Granite 4's class with attention layers only is refused for its missing hook."""
     config = configs.GraniteMoeHybridConfig(**SIZES, **MAMBA, layer_types=["attention"] * LAYERS)
     with pytest.raises(Refusal, match="returns no hidden states"):
         arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)

@@ -1,4 +1,4 @@
-"""Memory pressure, filters, aborts, the end of the row: nothing is lost, nothing leaks."""
+"""Memory pressure, filters, aborts, the end of a row: no token is lost and no slot leaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test.worker.conftest import Alone, Request, facts, force, prompt
 
 @pytest.fixture(autouse=True, params=["off", "on"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Everything here holds with --speculative-dflash-draft-ahead, too."""
+    """All tests of this file also run with --speculative-dflash-draft-ahead."""
     monkeypatch.setenv(DRAFT_AHEAD, request.param)
     return bool(request.param == "on")
 
@@ -36,7 +36,7 @@ def forced_requests(
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_small_pool_retracts_and_finishes(target: str, draft: str, alone: Alone, page: int) -> None:
-    """A5, A7: too little KV for all: some are retracted, all finish, all are right."""
+    """A5, A7: with too little KV for all, some are retracted, and all finish correctly."""
     asked = [(prompt(20 + i, 30), {"max_new_tokens": 60, "ignore_eos": True}) for i in range(6)]
     expected = alone(asked)
     rng = random.Random(1)
@@ -55,7 +55,7 @@ def test_small_pool_retracts_and_finishes(target: str, draft: str, alone: Alone,
 def test_a_block_is_drafted_before_the_host_commits(
     target: str, draft: str, alone: Alone, ahead: bool
 ) -> None:
-    """Once a step, by the step before, and for rows that join by their own prefill."""
+    """Each step drafts the next block. A prefill drafts for the requests that it adds."""
     asked = [(prompt(25 + i, 20), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
     expected = alone(asked)
     with InProcess(target, draft) as engine:
@@ -81,14 +81,14 @@ def test_a_block_is_drafted_before_the_host_commits(
         assert [facts(req) for req in reqs] == expected
     for req in reqs:
         mine = [entry[1:] for entry in proposed if entry[0] == req.rid]
-        if ahead:  # prefill commits 1 token and a step 3, which the host has not seen yet
+        if ahead:  # the host has not seen the 1 token of a prefill, or the 3 of a step
             assert mine == [(0, 1), *((1 + 3 * i, 3) for i in range(13))]
         else:
             assert mine == [(1 + 3 * i, 0) for i in range(13)]
 
 
 def test_filter_and_retract_in_one_step(target: str, draft: str, alone: Alone) -> None:
-    """A7: requests 0 and 2 of 4 finish while one is retracted; the rest keep their own state."""
+    """A7: requests 0 and 2 of 4 finish while one is retracted. The others keep their state."""
     lengths = [9, 60, 9, 60]
     asked = [
         (prompt(30 + i, 20), {"max_new_tokens": n, "ignore_eos": True})
@@ -114,7 +114,7 @@ def test_filter_and_retract_in_one_step(target: str, draft: str, alone: Alone) -
 
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_runs_to_the_context_length(target: str, draft: str, alone: Alone, page: int) -> None:
-    """A9: the last block crosses the context's end; the next request's row is not touched."""
+    """A9: the last block crosses the end of the context, and does not write the next row."""
     ids = prompt(40, 12)
     options = {"max_new_tokens": 512 - 12 - 1, "ignore_eos": True}
     [expected] = alone([(ids, options)])
@@ -133,7 +133,7 @@ def test_runs_to_the_context_length(target: str, draft: str, alone: Alone, page:
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_abort_in_mid_block_and_reuse(target: str, draft: str, alone: Alone, page: int) -> None:
-    """B23: a slot and a row serve the next request as if new after a finish and after an abort."""
+    """B23: after a finish and after an abort, slots and row serve the next request as if new."""
     asked = [(prompt(50 + i, 25), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
     expected = alone(asked)
     with InProcess(target, draft, page_size=page, max_running_requests=1) as engine:
@@ -151,7 +151,7 @@ def test_abort_in_mid_block_and_reuse(target: str, draft: str, alone: Alone, pag
 
 
 def test_longest_request_fits_the_pool(target: str, draft: str, alone: Alone) -> None:
-    """B27: capacity counts the draft pool, and what the server admits it can finish."""
+    """B27: capacity counts the draft pool, and the server can finish each admitted request."""
     with InProcess(target, draft, max_total_tokens=128) as engine:
         draft_pool = engine.worker.draft_model_runner.token_to_kv_pool
         assert draft_pool.k_buffer[0].shape[0] == engine.allocator.size + 1
@@ -165,7 +165,7 @@ def test_longest_request_fits_the_pool(target: str, draft: str, alone: Alone) ->
 
 
 def test_requests_that_do_not_speculate(target: str, draft: str, alone: Alone) -> None:
-    """B28: one token, and none, beside requests that decode."""
+    """B28: requests for one token and for none run beside requests that decode."""
     asked = [
         (prompt(70, 20), {"max_new_tokens": 50, "ignore_eos": True}),
         (prompt(71, 20), {"max_new_tokens": 1, "ignore_eos": True}),
@@ -182,13 +182,13 @@ def test_requests_that_do_not_speculate(target: str, draft: str, alone: Alone) -
 
 
 def test_input_embeds(target: str, draft: str) -> None:
-    """A prompt of embeddings, which SGLang serves without a radix cache."""
+    """A prompt that consists of embeddings. SGLang serves it without a radix cache."""
     table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
     ids = prompt(74, 20)
     options = {"max_new_tokens": 40, "ignore_eos": True, "input_embeds": table[ids].tolist()}
     answers = []
     for path in (None, draft):
-        # SGLang turns embeddings into bf16
+        # SGLang casts embeddings to bf16
         with InProcess(target, path, dtype="bfloat16", disable_radix_cache=True) as engine:
             plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
             answers.append((plain, engine.generate([5] * len(ids), **options)))
@@ -197,7 +197,7 @@ def test_input_embeds(target: str, draft: str) -> None:
 
 
 def test_replaced_embeddings(target: str, draft: str) -> None:
-    """Some tokens of a prompt given as embeddings, which SGLang leaves in the batch."""
+    """Some tokens of a prompt are given as embeddings, which SGLang leaves in the batch."""
     table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
     ids = prompt(75, 20)
     given = PositionalEmbeds(embeds=table[[9, 11]], positions=[0, 2])
@@ -212,7 +212,7 @@ def test_replaced_embeddings(target: str, draft: str) -> None:
 
 
 def test_counters_of_a_forced_pattern(target: str, draft: str, alone: Alone) -> None:
-    """A4: steps, accepted drafts and the histogram of a known pattern, exactly."""
+    """A4: steps, accepted drafts and the histogram are those of a known pattern."""
     pattern = [3, 0, 7, 1, 1]
     total = 1 + sum(k + 1 for k in pattern)
     [expected] = alone([(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})])
@@ -233,7 +233,7 @@ def test_counters_of_a_forced_pattern(target: str, draft: str, alone: Alone) -> 
 
 
 def test_finish_on_an_accepted_draft_counts_it(target: str, draft: str, alone: Alone) -> None:
-    """A4: the drafts taken are all counted when the request ends among them."""
+    """A4: if a request ends on an accepted draft, all drafts that it took are counted."""
     [expected] = alone([(prompt(81, 10), {"max_new_tokens": 6, "ignore_eos": True})])
     with InProcess(target, draft) as engine:
         forced = force(engine, lambda _: 7)
@@ -245,7 +245,7 @@ def test_finish_on_an_accepted_draft_counts_it(target: str, draft: str, alone: A
 
 
 def test_scheduler_tensors_are_not_changed_in_place(target: str, draft: str) -> None:
-    """B8: what the scheduler holds keeps its value; the worker gives it new tensors."""
+    """B8: tensors that the scheduler holds keep their values. The worker makes new ones."""
     with InProcess(target, draft) as engine:
         req = engine.add(prompt(90, 10), max_new_tokens=20, ignore_eos=True)
         engine.step()

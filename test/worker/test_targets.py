@@ -1,8 +1,8 @@
-"""Targets: random small ones of every class that runs here, against Transformers and themselves.
+"""Small random targets of every class that runs here, compared with Transformers and themselves.
 
-A class whose capture is off by one layer serves correct text all the same, with fewer accepted
-drafts. So the captured features are compared with Transformers' hidden states, and must differ from
-those of the neighbouring layers. docs/checkpoints.md says which classes are compared.
+If the capture of a class is off by one layer, its text is still correct, but fewer drafts are
+accepted. So the captured features are compared with Transformers' hidden states, and must differ
+from those of the neighbouring layers. docs/checkpoints.md says which classes are compared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from test.checkpoints import (
     write_tokenizer,
 )
 from test.inprocess import InProcess
+from test.precision import HIDDEN_STATE_BOUND
 from test.worker.conftest import prompt
 
 LAYER_IDS = [0, 2, LAYERS - 1]  # the last one, too
@@ -52,7 +53,7 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
 }
 
-TARGETS: dict[str, dict[str, Any]] = {  # SGLang's class -> what its config needs beyond SIZES
+TARGETS: dict[str, dict[str, Any]] = {  # SGLang's class -> config fields beyond SIZES
     "LlamaForCausalLM": HEADS,
     "MistralForCausalLM": HEADS | {"sliding_window": None},
     "Phi3ForCausalLM": {"num_key_value_heads": 4},
@@ -68,7 +69,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 VISION |= {"out_hidden_size": HIDDEN}
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part counts; only text is compared
+MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part matters; only text is compared
     "Qwen2_5_VLForConditionalGeneration": {
         "text_config": SIZES | {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
         "vision_config": VISION | {"fullatt_block_indexes": [0]},
@@ -92,7 +93,7 @@ def config_of(architecture: str) -> Any:
 
 
 def write(folder: Path, architecture: str) -> Any:
-    """A random small target of this class; returns Transformers' model of it."""
+    """Write a small random target of this class, and return Transformers' model of it."""
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config_of(architecture)).float().eval()
     for name, parameter in model.named_parameters():
@@ -106,7 +107,7 @@ def write(folder: Path, architecture: str) -> Any:
 
 
 def write_processor(folder: Path, family: str) -> None:
-    """SGLang reads one at start, though these tests send no images."""
+    """Write a processor. SGLang reads one at startup, although these tests send no images."""
     video = "Qwen3VLVideoProcessor" if family == "Qwen3VL" else "Qwen2VLVideoProcessor"
     getattr(transformers, f"{family}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(),
@@ -123,7 +124,7 @@ def write_processor(folder: Path, family: str) -> None:
     ],
 )
 def test_target(tmp_path: Path, architecture: str) -> None:
-    """Greedy output as without speculation; features are hidden_states[k + 1], no other."""
+    """Greedy output is as without speculation. Features are hidden_states[k + 1] and no others."""
     model = write(tmp_path / "target", architecture)
     config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
     draft = write_draft(tmp_path / "draft", config, draft_weights(config))
@@ -144,7 +145,7 @@ def test_target(tmp_path: Path, architecture: str) -> None:
     with torch.no_grad():
         states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
     for feature, k in zip(captured[0].split(HIDDEN, dim=1), LAYER_IDS, strict=True):
-        torch.testing.assert_close(feature, states[k + 1][0], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(feature, states[k + 1][0], atol=HIDDEN_STATE_BOUND, rtol=0)
         for neighbour in {k, k + 2} & set(range(LAYERS + 1)):
             assert (feature - states[neighbour][0]).abs().max() > 1e-2
 
@@ -152,7 +153,7 @@ def test_target(tmp_path: Path, architecture: str) -> None:
 def test_a_target_with_3d_positions_is_verified_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Width auto: one for the whole batch, as SGLang wants equal rows of such a target."""
+    """Width auto picks one width per batch, because SGLang needs equal rows for such a target."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     write(tmp_path / "target", "Qwen2_5_VLForConditionalGeneration")
     config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
@@ -174,7 +175,7 @@ def table() -> dict[str, str]:
 
 
 def test_the_table_names_every_target_class() -> None:
-    """Every class of this SGLang that hands out hidden states stands in the table, and no other."""
+    """The table has every class of this SGLang that returns hidden states, and no other class."""
     from sglang.srt.models.registry import ModelRegistry
 
     drafts = re.compile("NextN|MTP|Eagle|Assistant")  # models of other speculative methods
