@@ -214,7 +214,7 @@ def test_bad_requests_are_refused(server: Client, openai: OpenAI) -> None:
 
 
 def test_sampled_answers_have_the_targets_distribution(server: Client, reference: Client) -> None:
-    """1,000 answers over HTTP: their second token, the first that a block draws, chi-square."""
+    """500 answers over HTTP: their second token, the first that a block draws, chi-square."""
     prompt = "def _default_sysroot(cc):\n"
     first = reference.generate(prompt, max_new_tokens=1)
     begun = [*TOKENIZER.encode(prompt).ids, *first["output_ids"]]
@@ -224,14 +224,14 @@ def test_sampled_answers_have_the_targets_distribution(server: Client, reference
 
     answers = [
         answer["output_ids"]
-        for _ in range(10)
+        for _ in range(5)
         for answer in server.generate_many(
             [prompt] * 100, max_new_tokens=2, temperature=1.0, ignore_eos=True
         )
     ]
     counts = Counter(second for begin, second in answers if begin == first["output_ids"][0])
     drawn = counts.total()
-    assert drawn > 950
+    assert drawn > 475
     tokens = [token for token, probability in expected.items() if probability * drawn >= 5]
     observed = [counts[token] for token in tokens]
     wanted = [expected[token] * drawn for token in tokens]

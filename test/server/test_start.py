@@ -82,6 +82,7 @@ ENGINE = """
 """
 
 
+@pytest.mark.full
 def test_engine(expected: list[list[int]], tmp_path: Path) -> None:
     """`sglang.Engine` runs our worker in a script that knows nothing of us."""
     script = tmp_path / "engine.py"

@@ -21,8 +21,8 @@ MARGIN = 10
 def texts() -> list[Tensor]:
     """Token ids of questions with their answers, and of Python source: [1, n]."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    said = [chat(e.prompt) + e.answer for kind in ("word", "json") for e in held_out(kind, 3)]
-    said += [e.prompt for e in held_out("code", 3)]
+    said = [chat(e.prompt) + e.answer for kind in ("word", "json") for e in held_out(kind, 2)]
+    said += [e.prompt for e in held_out("code", 2)]
     return [tokenizer(text, return_tensors="pt").input_ids[:, :160] for text in said]
 
 
