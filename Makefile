@@ -26,7 +26,7 @@ test: $(READY)  ## the CI set, about 10 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
 	  --no-loadscope-reorder --durations 15
 
-test-full: $(READY)  ## all combinations, by hand; continues where it stopped
+test-full: $(READY)  ## all combinations, by hand; continues from a test that failed
 	$(BIN)/python -m pytest test --stepwise
 
 check: $(READY)  ## formatter, linter, type checker

@@ -52,7 +52,7 @@ def free_port() -> int:
 
 def _die_with_parent() -> None:
     """In the child: end when the parent is killed, because it cannot end the child then (Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def interrupt_on_signals() -> None:
@@ -109,6 +109,7 @@ class Server:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+        self._server = psutil.Process(self._process.pid)  # keeps its time of creation
 
     def __enter__(self) -> Server:
         with contextlib.ExitStack() as failed:
@@ -137,14 +138,18 @@ class Server:
 
         They are killed: SGLang waits for seconds when it is asked to end, and keeps nothing.
         """
+        if self._process.poll() is not None:
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
-            server = psutil.Process(self._process.pid)
-            server.suspend()  # so that it starts no further child
-            family = [server, *server.children(recursive=True)]
-            for process in family:
+            self._server.suspend()  # so that it starts no further child
+            try:
+                children = self._server.children(recursive=True)
+            finally:
+                self._process.kill()
+            for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(family, timeout=10)
+                    child.kill()
+            psutil.wait_procs(children, timeout=10)
         self._process.wait()
 
     @property

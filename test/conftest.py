@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,16 @@ class ByServer(LoadScopeScheduling):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
-    return ByServer(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer | None:
+    return ByServer(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """The tests of a shared server come one after another, and before all others."""
-    yield
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a shared server come one after another, and before all others.
+
+    First of all plugins: `--stepwise` drops what it finds before the test that failed last.
+    """
     items.sort(key=lambda item: shared_server(item.nodeid) or "~")  # no server is named so
 
 

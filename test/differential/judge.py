@@ -61,7 +61,7 @@ def _difference_of_fields(
     for key in sorted(ours.keys() | theirs.keys()):
         if key in IGNORED or key.startswith("spec_"):
             continue
-        if _is_forbidden(ours.get(key, theirs.get(key))):
+        if all(_is_forbidden(fields[key]) for fields in (ours, theirs) if key in fields):
             continue
         if (key in ours) != (key in theirs):
             return f"{where}.{key} is in one answer only"

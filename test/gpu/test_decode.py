@@ -130,7 +130,7 @@ def test_a_width_with_graphs_of_its_own_changes_no_token(
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_padded_graphs_equal_eager(backend: str) -> None:
-    """B11: batches of odd sizes run in larger graphs, whose padding rows write the dummy slot."""
+    """Batches of odd sizes run in larger graphs, whose padding rows write the dummy slot."""
     ids, counts = prompts(7), (1, 3, 5, 7)
     with engine(attention_backend=backend, disable_cuda_graph=True) as run:
         expected = [together(run, ids[:count]) for count in counts]
@@ -142,7 +142,7 @@ def test_padded_graphs_equal_eager(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_where_texts_part_is_a_near_tie(backend: str) -> None:
-    """B26: every committed token is the argmax of its row. Texts differ only from near-ties on."""
+    """Every committed token is the argmax of its row. Texts differ only from near-ties on."""
     ids = prompts(6)
     with engine(draft=False, attention_backend=backend) as run:
         expected = together(run, ids)

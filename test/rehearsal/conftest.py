@@ -42,9 +42,9 @@ class OnPretendedDevice(pytest.Item):
             process = _server().Process(target=_run, args=(str(self.path), expression, str(output)))
             process.start()
             process.join()
-            shown = output.read_text(errors="replace")
+            shown = output.read_text(errors="replace") if output.exists() else ""
         if process.exitcode != 0 or "skipped" in shown:
-            raise AssertionError(shown[-25_000:])
+            raise AssertionError(f"{shown[-25_000:]}\nexit code {process.exitcode}")
         print(shown)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:

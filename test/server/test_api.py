@@ -24,14 +24,12 @@ WORD = held_out("word", 4, seed=9)
 CODE = held_out("code", 2, seed=9)
 
 
-pytestmark = on(TWO_RANKS)
-
-
 @pytest.fixture
 def openai(server: Client) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
+@on("page 16, ahead")
 def test_counters_and_metrics(server: Client) -> None:
     """meta_info and Prometheus agree with each other and with the text."""
 
@@ -64,6 +62,7 @@ def test_counters_and_metrics(server: Client) -> None:
         assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
 
 
+@on(TWO_RANKS)
 def test_stream_with_usage(server: Client, openai: OpenAI, reference: Client) -> None:
     """Chunks join to the whole answer; the last one holds the usage."""
     messages = [{"role": "user", "content": WORD[0].prompt}]
@@ -89,6 +88,7 @@ def test_stream_with_usage(server: Client, openai: OpenAI, reference: Client) ->
     assert whole.usage.completion_tokens == plain.usage.completion_tokens
 
 
+@on(TWO_RANKS)
 def test_several_answers(server: Client, openai: OpenAI) -> None:
     """n > 1: greedy answers are equal, sampled ones differ."""
     messages: list[Any] = [{"role": "user", "content": "def main():"}]
@@ -99,6 +99,7 @@ def test_several_answers(server: Client, openai: OpenAI) -> None:
         assert len({choice.message.content for choice in answer.choices}) == distinct
 
 
+@on(TWO_RANKS)
 def test_echo(server: Client, openai: OpenAI) -> None:
     prompt = CODE[0].prompt
     answer = openai.completions.create(
@@ -110,6 +111,7 @@ def test_echo(server: Client, openai: OpenAI) -> None:
     assert len(answer.logprobs.tokens) > 8
 
 
+@on(TWO_RANKS)
 def test_conversation_hits_the_cache(server: Client, reference: Client, openai: OpenAI) -> None:
     """A second turn on a prefix hit says what the target says."""
     messages = [{"role": "user", "content": WORD[1].prompt}]
@@ -133,6 +135,7 @@ def test_conversation_hits_the_cache(server: Client, reference: Client, openai: 
     assert server.generate(text)["meta_info"]["cached_tokens"] > 0
 
 
+@on(TWO_RANKS)
 def test_session(server: Client, reference: Client) -> None:
     """A session continues its own history, as without speculation."""
 
@@ -151,26 +154,31 @@ def test_session(server: Client, reference: Client) -> None:
     assert talk(server) == talk(reference)
 
 
+@on(TWO_RANKS)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(server: Client, reference: Client, mode: str) -> None:
     """pause_generation in mid-answer changes nothing of the answer."""
     prompt = CODE[1].prompt
-    expected = reference.generate(prompt, max_new_tokens=160, ignore_eos=True)["output_ids"]
+    expected = reference.generate(prompt, max_new_tokens=240, ignore_eos=True)["output_ids"]
     found: list[list[int]] = []
     thread = threading.Thread(
         target=lambda: found.append(
-            server.generate(prompt, max_new_tokens=160, ignore_eos=True)["output_ids"]
+            server.generate(prompt, max_new_tokens=240, ignore_eos=True)["output_ids"]
         )
     )
     thread.start()
     time.sleep(0.4)
-    assert server.post("/pause_generation", {"mode": mode}).status_code == 200
-    time.sleep(0.5)
-    assert server.post("/continue_generation").status_code == 200
+    try:
+        assert server.post("/pause_generation", {"mode": mode}).status_code == 200
+        time.sleep(0.5)
+        assert not found, "the answer had ended before the pause"
+    finally:
+        assert server.post("/continue_generation").status_code == 200
     thread.join(timeout=120)
     assert found == [expected]
 
 
+@on(TWO_RANKS)
 def test_priorities(server: Client, reference: Client) -> None:
     """Requests of several priorities at once: each answer its own."""
     prompts = [chat(example.prompt) for example in WORD]
@@ -193,6 +201,7 @@ def test_priorities(server: Client, reference: Client) -> None:
     assert [results[i] for i in range(len(prompts))] == expected
 
 
+@on(TWO_RANKS)
 def test_bad_requests_are_refused(server: Client, openai: OpenAI) -> None:
     """HTTP 400 with a reason; the server goes on."""
     with pytest.raises(BadRequestError):
@@ -213,6 +222,7 @@ def test_bad_requests_are_refused(server: Client, openai: OpenAI) -> None:
     assert server.generate("x", max_new_tokens=2)["meta_info"]["completion_tokens"] == 2
 
 
+@on(TWO_RANKS)
 def test_sampled_answers_have_the_targets_distribution(server: Client, reference: Client) -> None:
     """500 answers over HTTP: their second token, the first that a block draws, chi-square."""
     prompt = "def _default_sysroot(cc):\n"
@@ -240,6 +250,7 @@ def test_sampled_answers_have_the_targets_distribution(server: Client, reference
     assert chisquare(observed, wanted).pvalue > 0.001, (observed, wanted)
 
 
+@on(TWO_RANKS)
 def test_streamed_logprobs(server: Client, openai: OpenAI) -> None:
     """Each streamed token has its own top logprobs, also where a chunk brings several."""
     ask: dict[str, Any] = {

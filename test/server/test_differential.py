@@ -11,7 +11,7 @@ from test.server.conftest import on
 from test.servers import AHEAD, ALL_FEATURES, Client, running
 
 COMPARED = 50
-SEEDS = {"auto, ahead": 12, "page 16, chunks": 11}
+SEEDS = {"auto": 12, "page 16, ahead": 11}
 SMALL = ("--chunked-prefill-size", "32", "--max-total-tokens", "3072")
 CROSS = {
     f"page {page}, TP {tp}, {'small' if small else 'ample'}": (

@@ -13,9 +13,9 @@ import requests
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import on
-from test.servers import TWO_RANKS, Client, chat
+from test.servers import FULL, TWO_RANKS, Client, chat
 
-pytestmark = on("page 16, chunks", TWO_RANKS, "page 1", "page 256, no radix", "chunks of 4")
+pytestmark = on("page 16, ahead", TWO_RANKS, "page 1", "page 256, no radix", "chunks of 4")
 
 
 def mixed_prompts() -> list[str]:
@@ -55,20 +55,22 @@ def test_concurrent_requests_equal_the_target(
         assert visible(answer) == visible(expected)
     steps = sum(a["meta_info"]["spec_verify_ct"] for a in answers)
     accepted = sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers)
-    assert (accepted + steps) / steps > 2, "acceptance collapsed"
+    least = 2 if FULL[0] in server.flags else 1.5
+    assert (accepted + steps) / steps > least, "acceptance collapsed"
     server.flush()
 
 
-def trace(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """How many drafts each step accepted, and the tokens."""
+def trace(server: Client, answer: dict[str, Any]) -> tuple[Any, ...]:
+    """The tokens, and where whole blocks are verified how many drafts each step accepted."""
     meta = answer["meta_info"]
-    return meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"], answer["output_ids"]
+    counts = meta["spec_verify_ct"], meta["spec_correct_drafts_histogram"]
+    return answer["output_ids"], counts if FULL[0] in server.flags else ()
 
 
 def test_prefix_hits_keep_the_accept_trace(
     server: Client, mixed: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    """B1, B3: whole, partial and inside-a-page hits accept what a cold prefill accepts."""
+    """Whole, partial and inside-a-page hits accept what a cold prefill accepts."""
     prompt = max((p for p, _ in mixed if p.startswith("<|im_start|>")), key=len)
     variants = [prompt, prompt + "Then", prompt[: len(prompt) // 2], prompt[:-30] + " and 7"]
     for variant in variants:
@@ -77,7 +79,7 @@ def test_prefix_hits_keep_the_accept_trace(
         server.flush()
         server.generate(prompt)
         warm = server.generate(variant)
-        assert trace(warm) == trace(cold)
+        assert trace(server, warm) == trace(server, cold)
         assert cold["meta_info"]["cached_tokens"] == 0
         if "--disable-radix-cache" not in server.flags and variant.startswith(prompt):
             assert warm["meta_info"]["cached_tokens"] > 0
@@ -108,17 +110,18 @@ def test_abort_in_mid_block(server: Client, mixed: list[tuple[str, dict[str, Any
 def test_release_resume_and_weight_update(
     server: Client, mixed: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    """B25: weights updated from disk, memory released and resumed: the same accept trace."""
+    """Weights updated from disk, memory released and resumed: the same accept trace."""
     prompt, expected = mixed[1]
     server.flush()
     before = server.generate(prompt, max_new_tokens=96)
-    again = {"model_path": str(TARGET), "recapture_cuda_graph": True}
-    updated = server.post("/update_weights_from_disk", again)
+    weights = {"model_path": str(TARGET), "recapture_cuda_graph": True}
+    updated = server.post("/update_weights_from_disk", weights)
     assert updated.json()["success"], updated.text
-    assert trace(server.generate(prompt, max_new_tokens=96)) == trace(before)
+    again = server.generate(prompt, max_new_tokens=96)
+    assert trace(server, again) == trace(server, before)
     assert server.post("/release_memory_occupation").status_code == 200
     assert server.post("/resume_memory_occupation").status_code == 200
     server.flush()
     after = server.generate(prompt, max_new_tokens=96)
-    assert trace(after) == trace(before)
+    assert trace(server, after) == trace(server, before)
     assert visible(after) == visible(expected)

@@ -174,7 +174,7 @@ def breakages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     }
 
 
-@pytest.mark.full  # test_refusals.py checks the same in the process of a test
+@pytest.mark.full  # test_refusals.py checks the reasons
 @pytest.mark.parametrize("why", ["no hook on", "SGLang is"])
 def test_half_a_plugin_refuses_dflash(breakages: dict[str, dict[str, str]], why: str) -> None:
     """One line that says why, and a status that is not 0: never the built-in in our name."""
@@ -290,8 +290,11 @@ def test_demo(demo: Demo) -> None:
     assert demo.leftover == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)],
+    ids=lambda s: s.name,
+)
 def test_interrupted_demo_leaves_nothing(demo: Demo, how: signal.Signals) -> None:
     """Ended while a server starts: the server's processes, and so its ports, are gone too."""
     demo.watch(300, until=4)

@@ -82,7 +82,7 @@ def single(target: str) -> dict[str, dict[str, Any]]:
 def test_all_together_equal_each_alone(
     target: str, draft: str, single: dict[str, dict[str, Any]], accepting: str, page: int, cuts: Cut
 ) -> None:
-    """A1, A2, A10: penalties, bias, minimum length and logprobs, all in one batch."""
+    """Penalties, bias, minimum length and logprobs, all in one batch."""
     rng = random.Random(9)
     count = {"none": lambda _: 0, "all": lambda _: 7, "random": lambda _: rng.randint(0, 7)}
     with InProcess(target, draft, page_size=page, max_running_requests=16) as engine:
@@ -109,7 +109,7 @@ def test_penalties_do_something(single: dict[str, dict[str, Any]]) -> None:
 
 
 def test_min_new_tokens_stops_when_it_may(target: str, draft: str, alone: Alone) -> None:
-    """A1: min_new_tokens=4 with an end token due at token 6 stops at 6."""
+    """Min_new_tokens=4 with an end token due at token 6 stops at 6."""
     ids = prompt(230, 12)
     [free] = alone([(ids, N)])
     stop = free["ids"][5]
@@ -207,7 +207,7 @@ SEEDED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("width", [2, 5, 8])
 def test_a_seed_decides_alone(target: str, draft: str, width: int, cuts: Cut) -> None:
-    """A3: a seeded request gives the tokens it gives alone without speculation, in any company."""
+    """A seeded request gives the tokens it gives alone without speculation, in any company."""
     asked = [(prompt(260 + i, 10 + i), N | options) for i, options in enumerate(SEEDED)]
     flags: dict[str, Any] = {"enable_deterministic_inference": True}
     with InProcess(target, disable_radix_cache=True, **flags) as engine:

@@ -68,7 +68,7 @@ def test_drafts_equal_plain_pytorch(
 
 
 def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCausalLM) -> None:
-    """B4: captured features are Transformers' hidden_states[k + 1], not those of its neighbours."""
+    """Captured features are Transformers' hidden_states[k + 1], not those of its neighbours."""
     ids = prompt(6, 40)
     with InProcess(target, draft) as engine:
         captured: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCaus
 
 
 def test_last_layer_is_a_target_layer(target: str, model: Qwen3ForCausalLM, tmp_path: Path) -> None:
-    """B5: layer L-1 works, alone and with others; it is Transformers' hidden_states[L]."""
+    """Layer L-1 works, alone and with others; it is Transformers' hidden_states[L]."""
     ids = prompt(7, 20)
     for layers in ([0, 3], [3]):
         config = draft_config(dflash_config={"target_layer_ids": layers})
@@ -104,7 +104,7 @@ def test_last_layer_is_a_target_layer(target: str, model: Qwen3ForCausalLM, tmp_
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_prefix_hit_keeps_the_trace(target: str, draft: str, page: int) -> None:
-    """B1: a prompt again, a longer one, and one that ends inside a page get the same drafts."""
+    """A prompt again, a longer one, and one that ends inside a page get the same drafts."""
     ids = prompt(8, 37)
     variants = [ids, ids + prompt(9, 10), ids[:30], ids[:18] + prompt(10, 9)]
     with InProcess(target, draft, page_size=page) as engine:
@@ -127,7 +127,7 @@ def test_prefix_hit_keeps_the_trace(target: str, draft: str, page: int) -> None:
 
 
 def test_cached_tokens_equal_target(target: str, draft: str) -> None:
-    """B3: a prefix hit is as long as without speculation."""
+    """A prefix hit is as long as without speculation."""
 
     def cached(engine: InProcess) -> list[int]:
         first = engine.generate(prompt(11, 40), max_new_tokens=24, ignore_eos=True)
@@ -146,7 +146,7 @@ def test_cached_tokens_equal_target(target: str, draft: str) -> None:
 
 
 def test_shared_prefix_is_never_written(target: str, draft: str) -> None:
-    """B2: requests that share a cached prefix leave its draft KV as it is."""
+    """Requests that share a cached prefix leave its draft KV as it is."""
     shared = prompt(13, 32)
     with InProcess(target, draft) as engine:
         engine.generate(shared, max_new_tokens=1)
@@ -163,7 +163,7 @@ def test_shared_prefix_is_never_written(target: str, draft: str) -> None:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_chunked_prefill_gives_the_same_draft_kv(target: str, draft: str, page: int) -> None:
-    """B7: chunks of one, page-1, page and page+1 tokens (page-aligned where SGLang demands it)."""
+    """Chunks of one, page-1, page and page+1 tokens (page-aligned where SGLang demands it)."""
     ids = prompt(14, 21)
     kv = {}
     chunks = {-1, 1, 3, 4, 5, 8} if page == 1 else {-1, 4, 8}
@@ -180,7 +180,7 @@ def test_chunked_prefill_gives_the_same_draft_kv(target: str, draft: str, page: 
 
 
 def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
-    """B22: the same state gives the same block, for greedy and for sampled requests."""
+    """The same state gives the same block, for greedy and for sampled requests."""
     with InProcess(target, draft) as engine:
         recorder = record(engine)
         for temperature in (0.0, 1.0):
@@ -193,7 +193,7 @@ def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
 
 
 def test_padded_rows_are_never_drafted(tmp_path: Path) -> None:
-    """B16: rows that pad the vocabulary are never drafted, even with huge values."""
+    """Rows that pad the vocabulary are never drafted, even with huge values."""
     target = write_target(tmp_path / "target", vocab_size=150)
     config = draft_config(vocab_size=150, dflash_config={"mask_token_id": 149})
     draft = write_draft(tmp_path / "draft", config, draft_weights(config))
@@ -209,7 +209,7 @@ def test_padded_rows_are_never_drafted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_head(tmp_path: Path, tied: bool) -> None:
-    """B17: the draft uses the target's LM head, tied to its embedding or not."""
+    """The draft uses the target's LM head, tied to its embedding or not."""
     target = write_target(tmp_path / "target", tie_word_embeddings=tied)
     config = draft_config()
     weights = draft_weights(config)
@@ -224,7 +224,7 @@ def test_tied_head(tmp_path: Path, tied: bool) -> None:
 
 
 def test_generated_mask_token_survives(target: str, draft: str, alone: Alone) -> None:
-    """B20: a token equal to mask_token_id is output like any other."""
+    """A token equal to mask_token_id is output like any other."""
     mask = draft_config()["dflash_config"]["mask_token_id"]
     options: dict[str, Any] = {
         "max_new_tokens": 12,

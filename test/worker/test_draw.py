@@ -1,4 +1,4 @@
-"""The worker's draw has the target's distribution, for every filter and every mix (A3)."""
+"""The worker's draw has the target's distribution, for every filter and every mix."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def requests(count: int, longest: int = 70) -> list[Request]:
 def test_equals_target(
     target: str, draft: str, alone: Alone, flags: dict[str, Any], accepting: str
 ) -> None:
-    """A6, A8, B6, B8, B23: many at once; the strict memory check runs after every step."""
+    """Many at once; the strict memory check runs after every step."""
     asked = requests(12)
     expected = alone(asked)
     rng = random.Random(3)
@@ -124,7 +124,7 @@ def finish(target: str, draft: str, alone: Alone) -> Iterator[Finish]:
 @pytest.mark.parametrize("offset", range(9))
 @pytest.mark.parametrize("way", WAYS)
 def test_finish_at_every_offset(finish: Finish, way: str, offset: int) -> None:
-    """B21, A4: finishing inside a block gives the text, reason and counts of one-token decoding."""
+    """Finishing inside a block gives the text, reason and counts of one-token decoding."""
     engine, forced, truth, cases = finish
     options, expected = cases[way, offset]
     req = engine.add(PROMPT, **options)

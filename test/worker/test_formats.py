@@ -320,7 +320,7 @@ def drafts_of_rank(
         flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "page_size": page}
         with InProcess(target, path, **flags) as engine:
             vocabulary = engine.worker.draft_model_runner.model.vocabulary
-            vocabulary.lm_head.weight.data[vocabulary._columns :] = 1e4  # B16: rows that pad
+            vocabulary.lm_head.weight.data[vocabulary._columns :] = 1e4  # rows that pad
             results.put((path, rank, trace(engine, prompt(31, 40), 60)))
 
 

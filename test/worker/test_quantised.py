@@ -1,4 +1,4 @@
-"""B19: the context projections of a quantised draft equal those of its dequantised weights.
+"""The context projections of a quantised draft equal those of its dequantised weights.
 
 Only unquantised projections of several layers are stacked. The layout of a quantised one depends on
 its method, here int8 rows with a scale for each of q, k and v. So it must run whole.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash import plugin
 from sglang_dflash.errors import Refusal
 from test import inprocess  # loads the plugin
 from test.checkpoints import draft_config, draft_weights, write_draft
@@ -195,6 +196,12 @@ ServerArgs(model_path={target!r}, speculative_algorithm="dflash",
     )
     assert "plain is fine" in result.stdout, result.stderr
     assert "cannot serve DFLASH" in refused(result)
+
+
+def test_another_sglang(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "version", lambda _: "0.5.14")
+    with pytest.raises(Refusal, match=r"SGLang is 0\.5\.14, this release serves"):
+        arguments(target, draft)
 
 
 def test_unsupported_target_class(draft: str, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def save(folder: Path, architecture: str, config: Any) -> str:
 @pytest.mark.parametrize("radix", [True, False], ids=["radix cache", "no radix cache"])
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_recurrent_state(draft: str, tmp_path: Path, architecture: str, radix: bool) -> None:
-    """B10: refused in both cases. With the radix cache, the message also names SGLang's flag."""
+    """Refused in both cases. With the radix cache, the message also names SGLang's flag."""
     target = save(tmp_path, architecture, RECURRENT[architecture]())
     with pytest.raises(Refusal, match="recurrent state") as caught:
         arguments(target, draft, disable_radix_cache=not radix)

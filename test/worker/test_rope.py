@@ -1,4 +1,4 @@
-"""B12, B13: the draft's cos and sin equal Transformers' at every served position."""
+"""The draft's cos and sin equal Transformers' at every served position."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def forced_requests(
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_small_pool_retracts_and_finishes(target: str, draft: str, alone: Alone, page: int) -> None:
-    """A5, A7: with too little KV for all, some are retracted, and all finish correctly."""
+    """With too little KV for all, some are retracted, and all finish correctly."""
     asked = [(prompt(20 + i, 30), {"max_new_tokens": 60, "ignore_eos": True}) for i in range(6)]
     expected = alone(asked)
     rng = random.Random(1)
@@ -88,7 +88,7 @@ def test_a_block_is_drafted_before_the_host_commits(
 
 
 def test_filter_and_retract_in_one_step(target: str, draft: str, alone: Alone) -> None:
-    """A7: requests 0 and 2 of 4 finish while one is retracted. The others keep their state."""
+    """Requests 0 and 2 of 4 finish while one is retracted. The others keep their state."""
     lengths = [9, 60, 9, 60]
     asked = [
         (prompt(30 + i, 20), {"max_new_tokens": n, "ignore_eos": True})
@@ -114,7 +114,7 @@ def test_filter_and_retract_in_one_step(target: str, draft: str, alone: Alone) -
 
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_runs_to_the_context_length(target: str, draft: str, alone: Alone, page: int) -> None:
-    """A9: the last block crosses the end of the context, and does not write the next row."""
+    """The last block crosses the end of the context, and does not write the next row."""
     ids = prompt(40, 12)
     options = {"max_new_tokens": 512 - 12 - 1, "ignore_eos": True}
     [expected] = alone([(ids, options)])
@@ -133,7 +133,7 @@ def test_runs_to_the_context_length(target: str, draft: str, alone: Alone, page:
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_abort_in_mid_block_and_reuse(target: str, draft: str, alone: Alone, page: int) -> None:
-    """B23: after a finish and after an abort, slots and row serve the next request as if new."""
+    """After a finish and after an abort, slots and row serve the next request as if new."""
     asked = [(prompt(50 + i, 25), {"max_new_tokens": 40, "ignore_eos": True}) for i in range(3)]
     expected = alone(asked)
     with InProcess(target, draft, page_size=page, max_running_requests=1) as engine:
@@ -151,7 +151,7 @@ def test_abort_in_mid_block_and_reuse(target: str, draft: str, alone: Alone, pag
 
 
 def test_longest_request_fits_the_pool(target: str, draft: str, alone: Alone) -> None:
-    """B27: capacity counts the draft pool, and the server can finish each admitted request."""
+    """Capacity counts the draft pool, and the server can finish each admitted request."""
     with InProcess(target, draft, max_total_tokens=128) as engine:
         draft_pool = engine.worker.draft_model_runner.token_to_kv_pool
         assert draft_pool.k_buffer[0].shape[0] == engine.allocator.size + 1
@@ -165,7 +165,7 @@ def test_longest_request_fits_the_pool(target: str, draft: str, alone: Alone) ->
 
 
 def test_requests_that_do_not_speculate(target: str, draft: str, alone: Alone) -> None:
-    """B28: requests for one token and for none run beside requests that decode."""
+    """Requests for one token and for none run beside requests that decode."""
     asked = [
         (prompt(70, 20), {"max_new_tokens": 50, "ignore_eos": True}),
         (prompt(71, 20), {"max_new_tokens": 1, "ignore_eos": True}),
@@ -212,7 +212,7 @@ def test_replaced_embeddings(target: str, draft: str) -> None:
 
 
 def test_counters_of_a_forced_pattern(target: str, draft: str, alone: Alone) -> None:
-    """A4: steps, accepted drafts and the histogram are those of a known pattern."""
+    """Steps, accepted drafts and the histogram are those of a known pattern."""
     pattern = [3, 0, 7, 1, 1]
     total = 1 + sum(k + 1 for k in pattern)
     [expected] = alone([(prompt(80, 10), {"max_new_tokens": total, "ignore_eos": True})])
@@ -233,7 +233,7 @@ def test_counters_of_a_forced_pattern(target: str, draft: str, alone: Alone) -> 
 
 
 def test_finish_on_an_accepted_draft_counts_it(target: str, draft: str, alone: Alone) -> None:
-    """A4: if a request ends on an accepted draft, all drafts that it took are counted."""
+    """If a request ends on an accepted draft, all drafts that it took are counted."""
     [expected] = alone([(prompt(81, 10), {"max_new_tokens": 6, "ignore_eos": True})])
     with InProcess(target, draft) as engine:
         forced = force(engine, lambda _: 7)
@@ -245,7 +245,7 @@ def test_finish_on_an_accepted_draft_counts_it(target: str, draft: str, alone: A
 
 
 def test_scheduler_tensors_are_not_changed_in_place(target: str, draft: str) -> None:
-    """B8: tensors that the scheduler holds keep their values. The worker makes new ones."""
+    """Tensors that the scheduler holds keep their values. The worker makes new ones."""
     with InProcess(target, draft) as engine:
         req = engine.add(prompt(90, 10), max_new_tokens=20, ignore_eos=True)
         engine.step()

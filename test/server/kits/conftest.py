@@ -27,7 +27,7 @@ class Kit:
     """What SGLang's kits expect of the class that they are mixed into."""
 
     pytestmark = pytest.mark.usefixtures("kit_server")
-    servers: ClassVar[tuple[str, ...]] = ("auto, ahead", "no speculation")
+    servers: ClassVar[tuple[str, ...]] = ("auto", "no speculation")
     model = str(TARGET)
     base_url: str
     client: Client

@@ -1,4 +1,4 @@
-"""Every kit that SGLang ships for a server like ours, on the servers that `conftest.py` shares."""
+"""Every kit that SGLang ships for a server like ours, on servers of test/servers.py."""
 
 from __future__ import annotations
 
