@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from sglang_dflash.launch import free_port
+from sglang_dflash.launch import Server, free_port
 
 IN_A_FINALISER = """
 import os, signal, sys, time, weakref
@@ -52,3 +55,47 @@ def test_no_two_processes_are_given_one_port() -> None:
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(port)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     assert int(run.stdout) != port
+
+
+WITH_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A process in the place of a server, with a child."""
+    server = Server([], command=(sys.executable, "-c", WITH_A_CHILD))
+    while not server._server.children():
+        time.sleep(0.05)
+    yield server
+    server.stop()
+
+
+def test_stop_ends_a_server_and_its_children(server: Server) -> None:
+    (child,) = server._server.children()
+    server.stop()
+    assert not server.alive
+    assert not child.is_running()
+    server.stop()
+
+
+def test_an_interrupted_stop_leaves_no_frozen_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (child,) = server._server.children()
+
+    def interrupted(recursive: bool) -> list[psutil.Process]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server._server, "children", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert server._process.wait(timeout=10) != 0
+    child.kill()
+
+
+def test_stop_after_a_server_has_ended() -> None:
+    """Its number may belong to another process by then."""
+    server = Server([], command=(sys.executable, "-c", ""))
+    assert server._process.wait(timeout=10) == 0
+    server.stop()
+    assert server._process.returncode == 0
