@@ -72,15 +72,14 @@ class Setup:
 
 PAGE_16 = ("--page-size", "16", "--chunked-prefill-size", "32")
 SMALL_POOL = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.01")
+COUNTED = ("--enable-metrics", "--enable-priority-scheduling")
 SHORT_WAIT = ("--max-running-requests", "1"), {"SGLANG_REQ_WAITING_TIMEOUT": "0.2"}
 SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
 TWO_RANKS = "two ranks, small pool"
 SERVERS = {  # by the name that tests give
     "auto": Setup(ALL_FEATURES),
-    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16, "--enable-metrics")),
-    TWO_RANKS: Setup(
-        ("--tp", "2", "--page-size", "4", *SMALL_POOL, "--enable-priority-scheduling")
-    ),
+    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16)),
+    TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED)),
     "page 1": Setup(FULL, full=True),
     "page 256, no radix": Setup((*FULL, "--page-size", "256", "--disable-radix-cache"), full=True),
     "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), full=True),

@@ -25,6 +25,7 @@ from test.rehearsal.serving import (
 from test.worker.conftest import prompt
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
+GRAPHS = [True, pytest.param(False, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_seeded_draws(small: Path, seeded: dict[str, Asked], backend: str, page:
     served(small, seeded, backend, page_size=page, **SEEDED)
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("graphs", GRAPHS, ids=["graphs", "eager"])
 def test_grammars_of_one_prefill(small: Path, graphs: bool) -> None:
     """SGLang's mask kernel uses the width of a row as its stride, and the vocabulary is padded."""
     asked = answer(small, {str(i): Asked(prompt(930 + i, 8), GRAMMAR) for i in range(3)})
@@ -83,7 +84,7 @@ def test_the_context_ends_inside_a_block(small: Path) -> None:
     served(small, asked, "fa3", page_size=16, context_length=96)
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("graphs", GRAPHS, ids=["graphs", "eager"])
 def test_two_drafts_without_a_verify_between(small: Path, graphs: bool) -> None:
     """FlashInfer plans the second draft while the device may not have run the first."""
     two_drafts(small, disable_cuda_graph=not graphs)

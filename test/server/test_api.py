@@ -29,7 +29,7 @@ def openai(server: Client) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-@on("page 16, ahead")
+@on(TWO_RANKS)
 def test_counters_and_metrics(server: Client) -> None:
     """meta_info and Prometheus agree with each other and with the text."""
 

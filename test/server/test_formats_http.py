@@ -26,7 +26,6 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "speculators": lambda: speculators(draft_vocab=64),
     "speculators as --model-path": lambda: speculators(sample_from_anchor=True),
 }
-IN_CI = "speculators as --model-path"  # the bundled pair is z-lab's, test_formats.py has them all
 
 
 def greedy(model: Qwen3ForCausalLM, ids: list[int]) -> list[int]:
@@ -57,9 +56,7 @@ def steps_of(
     return steps
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=() if name == IN_CI else pytest.mark.full) for name in FORMATS]
-)
+@pytest.fixture(params=FORMATS)
 def served(
     request: pytest.FixtureRequest, small: Path, tmp_path: Path
 ) -> Iterator[tuple[Server, Reading]]:
@@ -75,6 +72,7 @@ def served(
         yield server, (semantics, weights)
 
 
+@pytest.mark.full  # test_formats.py reads all formats in the process of a test
 def test_server_of_a_format(served: tuple[Server, Reading], small: Path) -> None:
     server, (semantics, weights) = served
     model = Qwen3ForCausalLM.from_pretrained(small / "target", dtype=torch.float32).eval()
