@@ -141,8 +141,8 @@ class Server:
         if self._process.poll() is not None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._server.suspend()  # so that it starts no further child
             try:
+                self._server.suspend()  # so that it starts no further child
                 children = self._server.children(recursive=True)
             finally:
                 self._process.kill()
