@@ -45,7 +45,9 @@ def make_draft_worker(
             memory_pool_config=target.model_runner.memory_pool_config,
             **place,
         )
-        worker.model_runner.model.bind(target.model_runner.model, kernels, weigh)
+        worker.model_runner.model.bind(
+            target.model_runner.model, kernels, weigh, args.speculative_num_draft_tokens
+        )
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
         # SGLang's call for draft workers. The arguments disable it on CUDA; on a CPU it captures.

@@ -117,6 +117,31 @@ def draft_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
     return weights
 
 
+def head_weights(
+    kind: str, rank: int = 16, columns: int = VOCAB, with_row: bool = True, seed: int = 4
+) -> dict[str, Tensor]:
+    """Random weights of a DSpark draft's heads, large enough to change most drafts."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        values: Tensor = torch.randn(*shape, generator=rng) / shape[-1] ** 0.5
+        return values
+
+    weights = {
+        "markov_head.markov_w1.weight": 3 * rank**0.5 * drawn(VOCAB, rank),
+        "markov_head.markov_w2.weight": 3 * drawn(columns, rank),
+        "confidence_head.proj.weight": drawn(1, HIDDEN + rank * with_row),
+        "confidence_head.proj.bias": drawn(1),
+    }
+    if kind == "gated":
+        weights["markov_head.gate_proj.weight"] = 3 * drawn(rank, HIDDEN + rank)
+        weights["markov_head.gate_proj.bias"] = drawn(rank)
+    if kind == "rnn":
+        weights["markov_head.joint_proj.weight"] = 3 * drawn(3 * rank, 2 * rank + HIDDEN)
+        weights["markov_head.joint_proj.bias"] = drawn(3 * rank)
+    return weights
+
+
 def write_draft(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

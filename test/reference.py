@@ -32,6 +32,10 @@ class Semantics:
     sample_from_anchor: bool = False
     embedding_scale: float = 1.0
     mask_embedding: Tensor | None = None
+    logit_multiplier: float = 1.0
+    logit_cap: float | None = None
+    markov: str | None = None  # kind of the Markov head
+    confidence: str | None = None  # what its head reads: "hidden" or "hidden and row"
 
     @classmethod
     def of_zlab(cls, config: dict[str, Any], **changes: Any) -> Semantics:
@@ -106,6 +110,19 @@ def draft_block(
 
     Context tokens before position `first` are not seen.
     """
+    return draft_and_weigh(target, semantics, weights, ids, width, first)[0]
+
+
+@torch.no_grad()
+def draft_and_weigh(
+    target: PreTrainedModel,
+    semantics: Semantics,
+    weights: dict[str, Tensor],
+    ids: list[int],
+    width: int | None = None,
+    first: int = 0,
+) -> tuple[list[int], list[float]]:
+    """The drafts of `draft_block`, and what their confidence head says of each."""
     n, s = width or semantics.block_size, semantics
     context, anchor = ids[:-1], ids[-1]
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
@@ -119,12 +136,45 @@ def draft_block(
     block_at = torch.arange(n) + len(context)
     for i in range(len(s.layers)):
         x = _layer(s, weights, i, x, c, context_at, block_at)
-    x = _norm(x, weights["norm.weight"], s.eps)[0 if s.sample_from_anchor else 1 :]
-    drafts = (x @ head.T).argmax(-1)
-    if "d2t" in weights:
-        drafts = drafts + weights["d2t"][drafts]
-    tokens: list[int] = drafts.tolist()
-    return tokens
+    h = _norm(x, weights["norm.weight"], s.eps)
+    base = (h @ head.T) * s.logit_multiplier
+    if s.logit_cap is not None:
+        base = (base / s.logit_cap).tanh() * s.logit_cap
+    token, state = anchor, torch.zeros(0)
+    tokens, confidences = [], []
+    for i in range(n):
+        bias, row, state = _markov(s, weights, h[i], token, state)
+        if i == 0 and not s.sample_from_anchor:
+            continue
+        draft = int((base[i] + bias).argmax())
+        token = draft + int(weights["d2t"][draft]) if "d2t" in weights else draft
+        tokens.append(token)
+        if s.confidence is not None:
+            inputs = torch.cat([h[i], row]) if s.confidence == "hidden and row" else h[i]
+            of = weights["confidence_head.proj.weight"], weights["confidence_head.proj.bias"]
+            confidences.append(float((of[0] @ inputs + of[1]).sigmoid()))
+    return tokens, confidences
+
+
+def _markov(
+    s: Semantics, weights: dict[str, Tensor], hidden: Tensor, token: int, state: Tensor
+) -> tuple[Tensor | float, Tensor, Tensor]:
+    """DeepSpec's rule: the bias of the logits behind `token`, its row of W1, and the next state."""
+    if s.markov is None:
+        return 0.0, state, state
+    w = {k.split(".", 1)[1]: v for k, v in weights.items() if k.startswith("markov_head.")}
+    row = w["markov_w1.weight"][token]
+    latent = row
+    if s.markov == "gated":
+        joint = w["gate_proj.weight"] @ torch.cat([hidden, row]) + w["gate_proj.bias"]
+        latent = joint.sigmoid() * row
+    if s.markov == "rnn":
+        old = state if len(state) else torch.zeros_like(row)
+        joint = w["joint_proj.weight"] @ torch.cat([old, row, hidden]) + w["joint_proj.bias"]
+        gate, candidate, output = joint.chunk(3)
+        state = gate.sigmoid() * old + (1 - gate.sigmoid()) * candidate.tanh()
+        latent = output.tanh()
+    return w["markov_w2.weight"] @ latent, row, state
 
 
 def _layer(

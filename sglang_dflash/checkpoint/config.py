@@ -28,6 +28,21 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Markov:
+    """A head that adds a low-rank bias to each position's logits, by the token before (DSpark)."""
+
+    kind: str  # "vanilla", "gated" or "rnn"
+    rank: int
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """A head that predicts the probability of each draft's acceptance (DSpark)."""
+
+    with_markov: bool  # it reads the Markov head's row of the token before, behind the hidden state
+
+
+@dataclass(frozen=True)
 class DFlashConfig:
     """A DFlash draft as the worker sees it.
 
@@ -65,11 +80,20 @@ class DFlashConfig:
     vocabulary_map: bool = False  # the checkpoint holds d2t
     mask_embedding: bool = False  # mask_embedding.pt is beside the config
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
+    markov: Markov | None = None
+    confidence: Confidence | None = None
+    logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
+    logit_cap: float | None = None  # soft-capping behind the multiplier
 
     @property
     def block_size(self) -> int:
         """Positions of a whole block as the target verifies it: the anchor and every draft."""
         return self.draft_width + self.sample_from_anchor
+
+    @property
+    def family(self) -> str:
+        """The method by its paper's name."""
+        return "DFlash" if self.markov is None and self.confidence is None else "DSpark"
 
     @property
     def quantization_method(self) -> str | None:

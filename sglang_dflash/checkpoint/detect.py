@@ -6,14 +6,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.checkpoint import speculators, zlab
+from sglang_dflash.checkpoint import dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal
 
-FORMATS: dict[str, ModuleType] = {"speculators": speculators, "zlab": zlab}  # first match wins
+FORMATS: dict[str, ModuleType] = {  # the first match wins
+    "speculators": speculators,
+    "dspark": dspark,
+    "zlab": zlab,
+}
 
 
 def format_of(raw: dict[str, Any], file: Path) -> str:

@@ -15,11 +15,11 @@ from sglang_dflash.errors import Refusal
 
 Shard = str | int  # SGLang's name of a part of a stacked parameter
 STACKED: tuple[tuple[str, str, Shard], ...] = (  # (parameter, its part in the checkpoint, shard)
-    ("qkv_proj", "q_proj", "q"),
-    ("qkv_proj", "k_proj", "k"),
-    ("qkv_proj", "v_proj", "v"),
-    ("gate_up_proj", "gate_proj", 0),
-    ("gate_up_proj", "up_proj", 1),
+    ("self_attn.qkv_proj", "self_attn.q_proj", "q"),
+    ("self_attn.qkv_proj", "self_attn.k_proj", "k"),
+    ("self_attn.qkv_proj", "self_attn.v_proj", "v"),
+    ("mlp.gate_up_proj", "mlp.gate_proj", 0),
+    ("mlp.gate_up_proj", "mlp.up_proj", 1),
 )
 
 
@@ -63,7 +63,7 @@ def load(
     if missing or unexpected:
         gone = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in missing)
         raise Refusal(
-            f"The draft {config.path} does not hold the weights of a {config.format} DFlash draft: "
+            f"The draft {config.path} does not hold the weights of a {config.format} draft: "
             f"missing {gone or 'none'}, unexpected {unexpected or 'none'}.",
             FETCH_AGAIN,
         )

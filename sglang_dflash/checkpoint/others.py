@@ -1,15 +1,16 @@
-"""Speculative methods that are not DFlash. Their checkpoints are refused by the method's name."""
+"""Speculative methods that are not served. Their checkpoints are refused by the method's name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.checkpoint import dspark
 from sglang_dflash.errors import Refusal
 
 
 def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
-    """The refusal of a config whose method is not DFlash. None if it may be DFlash.
+    """The refusal of a config whose method is not served. None if it may be served.
 
     raw: the config. file: its name in the refusal.
     """
@@ -34,9 +35,11 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
         return refused("a DFlash 2 checkpoint (candidate selector and convolutions)")
     if projector == "domino" or "domino" in name:
         return refused("a Domino checkpoint (DFlash with a causal correction head)")
+    if dspark.matches(raw) or kind == "dspark":
+        return None
     markov = any(key.startswith("markov_") or key == "enable_confidence_head" for key in keys)
-    if projector == "dspark" or "dspark" in name or markov:
-        return refused("a DSpark checkpoint (DFlash with a Markov head)")
+    if "dspark" in name or markov:
+        return refused("a DSpark checkpoint of an unknown form")
     if projector != "dflash":
         return refused(f"a checkpoint with projector_type {projector!r}")
     if "eagle3" in name:

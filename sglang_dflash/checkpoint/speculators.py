@@ -1,4 +1,4 @@
-"""Checkpoints of the speculators library: `speculators_model_type: dflash`.
+"""Checkpoints of the speculators library: `speculators_model_type` dflash or dspark.
 
 Its layer ids are indices into Transformers' `hidden_states`, one more than z-lab's. Its drafts may
 have a smaller vocabulary: `d2t` holds the *offset* from a draft id to the target's id. Its sliding
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint.config import Confidence, DFlashConfig, LayerAttention, Markov
 from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
+from sglang_dflash.checkpoint.heads import read_confidence, read_markov
 from sglang_dflash.checkpoint.tensors import Tensors
 
 # The defaults of the library.
 DEFAULT_DRAFT_WIDTH = 8
 DEFAULT_DRAFT_VOCAB_SIZE = 32000
+DEFAULT_MARKOV_RANK = 256
 
 
 def matches(raw: dict[str, Any]) -> bool:
     """Whether a config.json is of this format."""
-    return raw.get("speculators_model_type") == "dflash"
+    return raw.get("speculators_model_type") in ("dflash", "dspark")
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
@@ -57,6 +59,11 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         raise top.refuse(
             f"has draft_vocab_size {draft_vocab_size} of {vocab_size} but no lm_head.weight"
         )
+    markov: Markov | None = None
+    confidence: Confidence | None = None
+    if raw["speculators_model_type"] == "dspark":
+        markov = read_markov(top, DEFAULT_MARKOV_RANK)
+        confidence = read_confidence(top, markov, enabled=True, with_markov=True)
     return DFlashConfig(
         path=path,
         format=name,
@@ -83,6 +90,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         vocabulary_map="d2t" in tensors,
         mask_embedding=tensors.has_file("mask_embedding.pt"),
         quantization=top.optional_object("quantization_config"),
+        markov=markov,
+        confidence=confidence,
     )
 
 

@@ -112,6 +112,28 @@ def expected(config: DFlashConfig) -> dict[str, Shape]:
     for layer in range(config.num_layers):
         for name, shape in _expected_in_layer(config).items():
             shapes[f"layers.{layer}.{name}"] = shape
+    return shapes | _expected_in_heads(config)
+
+
+def _expected_in_heads(config: DFlashConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor of the Markov head and the confidence head."""
+    shapes: dict[str, Shape] = {}
+    hidden, rank = config.hidden_size, 0
+    if config.markov is not None:
+        rank = config.markov.rank
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+        columns = config.draft_vocab_size or config.vocab_size
+        shapes["markov_head.markov_w2.weight"] = (columns, rank)
+        if config.markov.kind == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif config.markov.kind == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if config.confidence is not None:
+        inputs = hidden + (rank if config.confidence.with_markov else 0)
+        shapes["confidence_head.proj.weight"] = (1, inputs)
+        shapes["confidence_head.proj.bias"] = (1,)
     return shapes
 
 

@@ -8,9 +8,12 @@ from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
 from sglang_dflash.checkpoint.tensors import Tensors
 
-# While these are positive, the first two do not change which logit is the largest. Drafts are
-# argmax, so only the third is used.
-POSITIVE = ("final_logit_softcapping", "output_multiplier", "input_embedding_scale")
+
+def projector_type(raw: dict[str, Any]) -> Any:
+    """The kind of draft that a config states, in `dflash_config` or at the top level."""
+    method = raw.get("dflash_config")
+    stated = method.get("projector_type") if isinstance(method, dict) else None
+    return stated or raw.get("projector_type")
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -59,8 +62,10 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if draft_width is None:
         raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
     top.must_be("hidden_act", "silu")
-    for key in POSITIVE:
-        either(key).optional_positive_number(key)
+
+    def factor(key: str) -> float | None:
+        return either(key).optional_positive_number(key)
+
     hidden_size, heads = top.positive("hidden_size"), top.positive("num_attention_heads")
     layer_types = top.layer_types(num_layers)
     return DFlashConfig(
@@ -84,13 +89,13 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         max_position_embeddings=top.positive("max_position_embeddings"),
         attention=_attention(top, method, layer_types),
         rope=top.rope(layer_types),
-        embedding_scale=either("input_embedding_scale").optional_positive_number(
-            "input_embedding_scale"
-        ),
+        embedding_scale=factor("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=tensors.rows("lm_head.weight"),
         mask_embedding=tensors.has_file("mask_embedding.pt"),
         quantization=top.optional_object("quantization_config"),
+        logit_multiplier=factor("output_multiplier") or 1.0,
+        logit_cap=factor("final_logit_softcapping"),
     )
 
 

@@ -24,6 +24,8 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.model.markov_chain import KINDS, Chain
+from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary
 
@@ -101,7 +103,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDraftModel(nn.Module):
-    """Drafts a block in one forward: embedding, layers, norm, LM-head argmax.
+    """Drafts a block in one forward: embedding, layers, norm, and a choice by the LM head.
 
     `fc` and `hidden_norm` turn the target's features into the context that `model.context_kv`
     writes into this model's KV pool. `bind` gives it the target's vocabulary.
@@ -132,14 +134,29 @@ class DFlashDraftModel(nn.Module):
         if dflash.mask_embedding:
             self.register_buffer("mask_embedding", torch.empty(dflash.hidden_size))
             self.mask_embedding: Tensor
+        if dflash.markov is not None:
+            self.markov_head = KINDS[dflash.markov.kind](dflash, dflash.markov)
+        if dflash.confidence is not None:
+            self.confidence_head = ConfidenceHead(dflash, dflash.confidence)
         self.vocabulary: Vocabulary
+        self.predictor: Predictor
         self.weigh: bool
 
-    def bind(self, target: Any, kernels: Kernels, weigh: bool) -> None:
-        """Take the target's vocabulary. weigh: compute the probability of each draft, too."""
+    def bind(self, target: Any, kernels: Kernels, weigh: bool, width: int) -> None:
+        """Take the target's vocabulary.
+
+        weigh: compute the probability of each draft, too; width: positions that the draft reads at
+        once.
+        """
         self.weigh = weigh
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
+        confidence = getattr(self, "confidence_head", None)
+        if self.dflash.markov is None:
+            self.predictor = Independent(self.vocabulary, confidence)
+        else:
+            heads = self.markov_head, confidence
+            self.predictor = Chain(self.dflash, *heads, self.vocabulary, width)
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
@@ -151,7 +168,7 @@ class DFlashDraftModel(nn.Module):
         """Predict a token at every block position.
 
         input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [n] int64, or
-        [n, 2] with probabilities (`Vocabulary.predict`), is returned as `hidden_states`. This is
+        [n, 2] with probabilities (`Predicted.pack`), is returned as `hidden_states`. This is
         the one field that SGLang's graph runner slices per token and returns unchanged. If the
         draft is not trained to predict from the anchor, the anchor's entry has no meaning.
         """
@@ -160,8 +177,8 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        predicted = self.vocabulary.predict(hidden, self.weigh)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=predicted)
+        packed = self.predictor.predict(hidden, input_ids, self.weigh).pack()
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=packed)
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Tokens to the left in the widest window. SGLang's Triton backend lists KV for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -34,6 +34,28 @@ def token_embedding(model: Any) -> nn.Module:
     return embedding
 
 
+class Predicted(NamedTuple):
+    """A token for each position."""
+
+    ids: Tensor  # [n] int64, in the target's vocabulary
+    probabilities: Tensor | None  # [n] float32, if asked for
+
+    @classmethod
+    def cat(cls, parts: list[Predicted]) -> Predicted:
+        """The parts one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        probabilities = [part.probabilities for part in parts if part.probabilities is not None]
+        ids = torch.cat([part.ids for part in parts])
+        return cls(ids, torch.cat(probabilities) if probabilities else None)
+
+    def pack(self) -> Tensor:
+        """The ids, [n] int64, or with probabilities [n, 2] int64: the id and p * CERTAIN."""
+        if self.probabilities is None:
+            return self.ids
+        return torch.stack([self.ids, (self.probabilities * CERTAIN).long()], dim=1)
+
+
 class Vocabulary:
     """The draft's embedding and LM head: its checkpoint's own, else references to the target's.
 
@@ -52,44 +74,61 @@ class Vocabulary:
         language = language_model(target)
         head = lm_head or getattr(language, "lm_head", None) or getattr(target, "lm_head", None)
         assert head is not None, f"{type(target).__name__} has no LM head"
-        self.embed = token_embedding(target) if embedding is None else embedding
+        of_target: Any = token_embedding(target)
+        self.embed = of_target if embedding is None else embedding
+        self.target_size: int = of_target.num_embeddings
         self.lm_head = head
         self._processor, self._kernels = logits_processor(target), kernels
         self._offsets = offsets
         self._group = get_tp_group()
         self._ranks = self._group.world_size
         if isinstance(head, nn.Embedding):  # Gemma's tied head: whole on every rank
-            self._columns, self._first_id, self._ranks = head.num_embeddings, 0, 1
+            self.columns, self.first_id, self._ranks = head.num_embeddings, 0, 1
         else:
             shard = head.shard_indices
-            self._columns = shard.num_org_elements  # padding and added rows lie behind these
-            self._first_id = shard.org_vocab_start_index
+            self.columns = shard.num_org_elements  # padding and added rows lie behind these
+            self.first_id = shard.org_vocab_start_index
 
-    def predict(self, hidden: Tensor, weigh: bool) -> Tensor:
+    def predict(self, hidden: Tensor, weigh: bool) -> Predicted:
+        """Predict the token at each position by itself: that of the largest logit.
+
+        hidden: [n, H]. Soft-capping and positive factors of the logits do not change which logit is
+        the largest.
+        """
+        parts = [self.largest(self.logits(tokens), weigh) for tokens in hidden.split(TOKEN_CHUNK)]
+        return Predicted.cat(parts)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The LM head's output for this rank's part of the vocabulary: [n, H] -> [n, columns]."""
+        logits: Tensor = self._processor._compute_lm_head(hidden, self.lm_head)
+        return logits[:, : self.columns]
+
+    def largest(self, logits: Tensor, weigh: bool) -> Predicted:
         """Target id of the largest logit, the lowest id on a tie, the same on every rank.
 
-        hidden: [n, H] -> [n] int64, or with `weigh` [n, 2]: the id and p * CERTAIN. Ranks exchange
-        a few numbers per token, never the logits. Soft-capping and positive factors of the logits
-        do not change which logit is the largest.
+        logits: [n, columns] of this rank. Ranks exchange a few numbers per token, never the logits.
         """
-        parts = [self._best(tokens, weigh) for tokens in hidden.split(TOKEN_CHUNK)]
-        ids, values = map(torch.cat, zip(*parts, strict=True))
-        if self._offsets is not None:
-            ids = ids + self._offsets[ids]
-        return torch.stack([ids, (values * CERTAIN).long()], dim=1) if weigh else ids
-
-    def _best(self, hidden: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
-        """Draft-vocabulary id, and its probability with `weigh`, else its logit: [n] each."""
-        logits = self._processor._compute_lm_head(hidden, self.lm_head)[:, : self._columns]
         index, value, mass = self._kernels.largest(logits, weigh)
         if self._ranks == 1:
-            return index, value if mass is None else mass.reciprocal()
+            weights = None if mass is None else mass.reciprocal()
+            return Predicted(self._target_ids(index), weights)
         # float32 holds ids below 2**24 exactly
-        ours = [value, (index + self._first_id).float()] + ([] if mass is None else [mass])
+        ours = [value, (index + self.first_id).float()] + ([] if mass is None else [mass])
         best = torch.stack(ours, dim=1)
         ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
         first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
         value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
+        weights = None
         if weigh:
-            value = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
-        return index.long(), value
+            weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
+        return Predicted(self._target_ids(index.long()), weights)
+
+    def _target_ids(self, ids: Tensor) -> Tensor:
+        return ids if self._offsets is None else ids + self._offsets[ids]
+
+    def of_first_rank(self, values: Tensor) -> Tensor:
+        """The first rank's values, on every rank. They may differ in their last bits."""
+        if self._group.world_size == 1:
+            return values
+        gathered: Tensor = self._group.all_gather(values[None], dim=0)
+        return gathered[0]

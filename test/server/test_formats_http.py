@@ -12,10 +12,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.launch import Server
+from test.formats import Case, specforge, speculators, write, zlab
 from test.reference import Semantics, draft_block
 from test.servers import STRICT
 from test.worker.conftest import prompt
-from test.worker.test_formats import Case, specforge, speculators, write, zlab
 
 FLAGS = ["--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "4"]
 TOKENS = 80

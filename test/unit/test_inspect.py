@@ -86,8 +86,8 @@ sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
 OTHERS: dict[str, dict[str, Any]] = {
     "DFlash 2": {"dflash_config": {"selector_rank": 8}},
     "DFlash 2 too": {"dflash_config": {"conv_kernel_size": 4}},
-    "DSpark": {"dflash_config": {"markov_order": 2}},
-    "DSpark too": {"dflash_config": {"projector_type": "dspark"}},
+    "DSpark": {"dflash_config": {"markov_order": 2}},  # of no known form
+    "DSpark by its class": {"architectures": ["Gemma4DSparkModel"]},
     "Domino": {"dflash_config": {"projector_type": "domino"}},
     "DFlash 2 by its class": {"architectures": ["DFlash2DraftModel"]},
     "EAGLE3": {"architectures": ["LlamaForCausalLMEagle3"]},

@@ -1,0 +1,169 @@
+"""DSpark: each position's logits get a bias by the token before it, so a block is drafted in order.
+
+The rules are those of DeepSpec, deepspec/modeling/dspark. All logits of a block come from one GEMM.
+Only the bias, of a low rank, waits for the token before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sglang_dflash.checkpoint.config import DFlashConfig, Markov
+from sglang_dflash.model.predictor import ConfidenceHead
+from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
+
+
+class MarkovHead(nn.Module):
+    """The bias of a token's logits: `markov_w2` times a latent of the token before ("vanilla").
+
+    Kinds differ in the latent. It may read the hidden state, [B, H], and a state that begins at
+    None in every block. What depends on hidden states alone is computed for all positions at once.
+    """
+
+    def __init__(self, config: DFlashConfig, markov: Markov) -> None:
+        super().__init__()
+        self.rank = markov.rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, markov.rank)
+        columns = config.draft_vocab_size or config.vocab_size
+        self.markov_w2 = nn.Linear(markov.rank, columns, bias=False)
+
+    def fit(self, vocabulary: Vocabulary) -> None:
+        """Keep the rows that this rank needs. The two vocabularies may differ in their padding."""
+        first, after = vocabulary.first_id, vocabulary.first_id + vocabulary.columns
+        for weight, start, end in (
+            (self.markov_w1.weight, 0, vocabulary.target_size),
+            (self.markov_w2.weight, first, after),
+        ):
+            if (start, end) != (0, len(weight)):
+                rows = weight.data[start:end]
+                weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """The part of all latents that depends on hidden states alone: [B, N, H] -> [B, N, ..]."""
+        return hidden
+
+    def latent(
+        self, row: Tensor, of_hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The latent, [B, r], and the next state.
+
+        row: [B, r], `markov_w1` of the token before; of_hidden: [B, ..] of this position.
+        """
+        return row, None
+
+
+class GatedMarkovHead(MarkovHead):
+    """The latent is the row times a gate, which reads the hidden state and the row."""
+
+    def __init__(self, config: DFlashConfig, markov: Markov) -> None:
+        super().__init__(config, markov)
+        self.gate_proj = nn.Linear(config.hidden_size + markov.rank, markov.rank)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.gate_proj.weight[:, : -self.rank], self.gate_proj.bias)
+
+    def latent(
+        self, row: Tensor, of_hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        weight = self.gate_proj.weight[:, -self.rank :]
+        return torch.addmm(of_hidden, row, weight.T).sigmoid() * row, None
+
+
+class RNNMarkovHead(MarkovHead):
+    """The latent is the output of a gated recurrent cell over the tokens of the block."""
+
+    def __init__(self, config: DFlashConfig, markov: Markov) -> None:
+        super().__init__(config, markov)
+        self.joint_proj = nn.Linear(2 * markov.rank + config.hidden_size, 3 * markov.rank)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.joint_proj.weight[:, 2 * self.rank :], self.joint_proj.bias)
+
+    def latent(
+        self, row: Tensor, of_hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        of_state, of_row = self.joint_proj.weight[:, : 2 * self.rank].chunk(2, dim=1)
+        joint = torch.addmm(of_hidden, row, of_row.T)  # [B, 3 r]: gate, candidate, output
+        if state is not None:
+            joint = torch.addmm(joint, state, of_state.T)
+        gate, candidate, output = joint.chunk(3, dim=1)
+        gate, candidate = gate.sigmoid(), candidate.tanh()
+        if state is None:
+            return output.tanh(), (1 - gate) * candidate
+        return output.tanh(), gate * state + (1 - gate) * candidate
+
+
+KINDS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
+
+
+class Chain:
+    """Drafts the positions of a block one after another."""
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        markov: MarkovHead,
+        confidence: ConfidenceHead | None,
+        vocabulary: Vocabulary,
+        width: int,
+    ) -> None:
+        """width: positions N that the draft reads at once, the same for every request.
+
+        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
+        """
+        self._markov, self._confidence, self._vocabulary = markov, confidence, vocabulary
+        self._width, self._first = width, 0 if config.sample_from_anchor else 1
+        self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
+        markov.fit(vocabulary)
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Draft blocks.
+
+        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read.
+        """
+        size = max(1, TOKEN_CHUNK // self._width) * self._width
+        blocks = zip(hidden.split(size), token_ids.split(size), strict=True)
+        return Predicted.cat([self._blocks(states, ids, weigh) for states, ids in blocks])
+
+    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Blocks whose logits are alive at once."""
+        markov, vocabulary = self._markov, self._vocabulary
+        by_block = hidden.view(-1, self._width, hidden.shape[1])
+        of_hidden = markov.of_hidden(by_block)
+        logits = self._logits(hidden).view(*by_block.shape[:2], vocabulary.columns)
+        w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight.T
+        token, state = token_ids.view(-1, self._width)[:, 0], None  # [B], the anchors
+        drafts, rows = [], []
+        for position in range(self._width):
+            row = F.embedding(token, w1)
+            latent, state = markov.latent(row, of_hidden[:, position], state)
+            draft = Predicted(token, None)
+            if position >= self._first:
+                biased = torch.addmm(logits[:, position], latent, w2)
+                draft = vocabulary.largest(biased, weigh and self._confidence is None)
+            token = draft.ids
+            drafts.append(draft)
+            rows.append(row)
+        ids = torch.stack([draft.ids for draft in drafts], dim=1).flatten()
+        if not weigh:
+            return Predicted(ids, None)
+        return Predicted(ids, self._probabilities(hidden, rows, drafts))
+
+    def _probabilities(self, hidden: Tensor, rows: list[Tensor], drafts: list[Predicted]) -> Tensor:
+        """[n] float32: the confidence head's, or those of the biased logits."""
+        if self._confidence is not None:
+            by_block = torch.stack(rows, dim=1)  # [B, N, r]
+            confidence = self._confidence(hidden, by_block.flatten(0, 1))
+            return self._vocabulary.of_first_rank(confidence)
+        known = [draft.probabilities for draft in drafts if draft.probabilities is not None]
+        at_anchor = [torch.ones_like(known[0])] * self._first
+        return torch.stack([*at_anchor, *known], dim=1).flatten()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[n, columns], in the Markov head's dtype."""
+        logits = self._vocabulary.logits(hidden).to(self._markov.markov_w2.weight.dtype)
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap

@@ -1,0 +1,59 @@
+"""From the hidden states of whole blocks to a token for each position."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sglang_dflash.checkpoint.config import Confidence, DFlashConfig
+from sglang_dflash.model.vocabulary import Predicted, Vocabulary
+
+
+class Predictor(Protocol):
+    """A draft family's choice of tokens. It runs inside the draft's graph."""
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Predict a token at every position of blocks.
+
+        hidden: [n, H], final-normed; token_ids: [n] int64, anchors and masks; weigh: compute the
+        probability of each draft, too. If the draft is not trained to predict from the anchor, the
+        anchor's entry has no meaning.
+        """
+
+
+class ConfidenceHead(nn.Module):
+    """The probability that a draft is accepted, given that all drafts before it are."""
+
+    def __init__(self, config: DFlashConfig, confidence: Confidence) -> None:
+        super().__init__()
+        rank = config.markov.rank if config.markov and confidence.with_markov else 0
+        self.with_markov = confidence.with_markov
+        self.proj = nn.Linear(config.hidden_size + rank, 1)
+
+    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[n] float32.
+
+        hidden: [n, H]; rows: [n, r], `markov_w1` of each token before, if the draft has it.
+        """
+        inputs = hidden
+        if self.with_markov:
+            assert rows is not None
+            inputs = torch.cat([hidden, rows], dim=1)
+        logits: Tensor = self.proj(inputs)
+        return logits.squeeze(1).float().sigmoid()
+
+
+class Independent:
+    """DFlash: each position is predicted by itself."""
+
+    def __init__(self, vocabulary: Vocabulary, confidence: ConfidenceHead | None) -> None:
+        self._vocabulary, self._confidence = vocabulary, confidence
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """As `Predictor.predict`."""
+        if self._confidence is None or not weigh:
+            return self._vocabulary.predict(hidden, weigh)
+        ids = self._vocabulary.predict(hidden, weigh=False).ids
+        return Predicted(ids, self._vocabulary.of_first_rank(self._confidence(hidden)))

@@ -1,0 +1,355 @@
+"""Random small drafts, written as their publishers would, and how each is to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from test.checkpoints import (
+    HIDDEN,
+    MASK,
+    VOCAB,
+    draft_config,
+    draft_weights,
+    head_weights,
+    speculators_draft,
+    write_draft,
+)
+from test.reference import Semantics
+
+SLIDING = ["sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 10_000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 50_000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+PLAIN = {"rope_theta": 10_000.0}
+KIMI = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+GPT_OSS = YARN | {"truncate": False, "attention_factor": 0.5}
+SHORT_YARN = YARN | {"original_max_position_embeddings": 8}
+
+
+Case: TypeAlias = tuple[dict[str, Any], dict[str, Any], Semantics]  # config, weights, how to read
+
+
+def zlab(**changes: Any) -> Case:
+    config = draft_config(**changes)
+    return config, draft_weights(config), Semantics.of_zlab({**draft_config(), **config})
+
+
+def with_rope(parameters: dict[str, Any], how: str) -> Case:
+    """The same RoPE in each of the places where publishers put it."""
+    theta = parameters["rope_theta"]
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
+    changes = {
+        "rope_parameters": {"rope_parameters": parameters, "rope_theta": None},
+        "rope_scaling": {"rope_theta": theta, "rope_scaling": scaling},
+        "type": {
+            "rope_theta": theta,
+            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in scaling.items()},
+        },
+    }[how]
+    config, weights, semantics = zlab(
+        **changes | {"rope_theta": changes.get("rope_theta") or theta}
+    )
+    if how == "rope_parameters":
+        config["rope_theta"] = None
+    return config, weights, replace(semantics, rope=[parameters] * 2)
+
+
+def speculators(
+    draft_vocab: int = VOCAB,
+    own_embedding: bool = True,
+    body: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Case:
+    config, weights = speculators_draft(draft_vocab, **(body or {}))
+    if not own_embedding:
+        del weights["embed_tokens.weight"]
+    return config | changes, weights, Semantics.of_zlab(draft_config(), hidden_state_ids=[1, 3])
+
+
+def sliding_speculators(non_causal: bool, window: int = 12) -> Case:
+    body = {"layer_types": SLIDING, "sliding_window": window}
+    changes = {"sliding_window_non_causal": True} if non_causal else {}
+    config, weights, semantics = speculators(body=body, **changes)
+    layers = [("speculators", window, not non_causal), ("full", None, False)]
+    return config, weights, replace(semantics, layers=layers)
+
+
+def sliding_zlab(window: int = 12, causal: bool | None = None, **changes: Any) -> Case:
+    method = {} if causal is None else {"causal": causal}
+    config, weights, semantics = zlab(
+        layer_types=SLIDING, sliding_window=window, dflash_config=method, **changes
+    )
+    in_block = True if causal is None else causal
+    full = ("full", None, bool(causal))
+    return config, weights, replace(semantics, layers=[("zlab", window, in_block), full])
+
+
+def per_type_rope() -> Case:
+    other = {"rope_type": "default", "rope_theta": 500.0}
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    config, weights, semantics = sliding_zlab()
+    config |= {"rope_parameters": {"sliding_attention": other, "full_attention": plain}}
+    return config, weights, replace(semantics, rope=[other, plain])
+
+
+def biased() -> Case:
+    config, weights, semantics = zlab(attention_bias=True)
+    rng = torch.Generator().manual_seed(5)
+    for name in [n for n in weights if "_proj.weight" in n and "self_attn" in n]:
+        weights[name.replace("weight", "bias")] = torch.randn(len(weights[name]), generator=rng)
+    return config, weights, semantics
+
+
+def masked(as_dict: bool) -> Case:
+    config, weights, semantics = zlab()
+    vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
+    weights["mask_embedding.pt"] = (
+        {"mask_token_id": MASK, "embedding": vector} if as_dict else vector[None]
+    )
+    return config, weights, replace(semantics, mask_embedding=vector)
+
+
+def from_anchor(kind: str) -> Case:
+    if kind == "zlab":
+        config, weights, semantics = zlab(dflash_config={"sample_from_anchor": True})
+    else:
+        config, weights, semantics = speculators(sample_from_anchor=True)
+    return config, weights, replace(semantics, sample_from_anchor=True)
+
+
+def scaled() -> Case:
+    config, weights, semantics = zlab(
+        dflash_config={
+            "input_embedding_scale": 3.5,
+            "final_logit_softcapping": 20.0,
+            "output_multiplier": 0.5,
+        }
+    )
+    return config, weights, replace(semantics, embedding_scale=3.5)
+
+
+def prefixed() -> Case:
+    config, weights, semantics = zlab()
+    return config, {f"model.{k}": v for k, v in weights.items()}, semantics
+
+
+def served_beyond(parameters: dict[str, Any]) -> Case:
+    """The draft states 32 positions, the test serves 100 and more."""
+    config, weights, semantics = with_rope(parameters, "rope_parameters")
+    config["max_position_embeddings"] = 32
+    return config, weights, replace(semantics, max_positions=32)
+
+
+def specforge() -> Case:
+    """What SpecForge writes: the fields of Transformers' Qwen3Config, all of them."""
+    config, weights, semantics = zlab()
+    config |= {
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 3,
+        "dtype": "float32",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * 2,
+        "mask_token_id": MASK,
+        "max_window_layers": 2,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    return config, weights, semantics
+
+
+def window_switched_off() -> Case:
+    """`use_sliding_window: false`: z-lab's sliding layers stay causal and see all context."""
+    config, weights, semantics = sliding_zlab(use_sliding_window=False)
+    return config, weights, replace(semantics, layers=[("full", None, True), ("full", None, False)])
+
+
+def sliding_by_depth() -> Case:
+    """No `layer_types`: Transformers' rule, sliding from layer `max_window_layers` on."""
+    config, weights, semantics = zlab(
+        use_sliding_window=True, sliding_window=12, max_window_layers=1
+    )
+    return config, weights, replace(semantics, layers=[("full", None, False), ("zlab", 12, True)])
+
+
+def all_sliding() -> Case:
+    """`use_swa` with a window of its own."""
+    config, weights, semantics = zlab(dflash_config={"use_swa": True, "swa_window_size": 10})
+    return config, weights, replace(semantics, layers=[("zlab", 10, True)] * 2)
+
+
+def last_layer() -> Case:
+    config, weights, semantics = zlab(dflash_config={"target_layer_ids": [1, 3]})
+    return config, weights, replace(semantics, hidden_state_ids=[2, 4])
+
+
+def speculators_last_layer() -> Case:
+    config, weights, semantics = speculators(aux_hidden_state_layer_ids=[2, 4])
+    return config, weights, replace(semantics, hidden_state_ids=[2, 4])
+
+
+def default_ids() -> Case:
+    config, weights, semantics = zlab(num_hidden_layers=2)
+    del config["dflash_config"]["target_layer_ids"]
+    return config, weights, replace(semantics, hidden_state_ids=[2, 2])
+
+
+def deepspec(kind: str, with_row: bool = True) -> Case:
+    """What DeepSpec writes: all fields at the top level, and copies of the vocabulary's weights."""
+    config, weights, semantics = zlab()
+    config = {k: v for k, v in config.items() if k != "dflash_config"} | {
+        "architectures": ["Qwen3DSparkModel"],
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 2],
+        "num_anchors": 16,
+        "markov_rank": 16,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": with_row,
+    }
+    weights |= head_weights(kind, with_row=with_row)
+    reads = "hidden and row" if with_row else "hidden"
+    heads: dict[str, Any] = {"markov": kind, "confidence": reads, "sample_from_anchor": True}
+    return config, weights, replace(semantics, **heads)
+
+
+def dspark_of_specforge(kind: str, from_anchor: bool) -> Case:
+    """What SpecForge writes, its early exports with `logit_head.`; a field for the other layout."""
+    config, weights, semantics = zlab(
+        architectures=["DSparkDraftModel"],
+        dflash_config={
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+            "markov_rank": 16,
+            "markov_head_type": kind,
+            "confidence_head_alpha": 1.0,
+            "confidence_head_with_markov": True,
+            "final_logit_softcapping": 4.0,
+            "output_multiplier": 0.5,
+        }
+        | ({} if from_anchor else {"sample_from_anchor": False}),
+    )
+    weights |= {f"logit_head.{name}": w for name, w in head_weights(kind).items()}
+    heads: dict[str, Any] = {
+        "markov": kind,
+        "confidence": "hidden and row",
+        "sample_from_anchor": from_anchor,
+    }
+    return config, weights, replace(semantics, **heads, logit_multiplier=0.5, logit_cap=4.0)
+
+
+def dspark_of_speculators(kind: str, from_anchor: bool, draft_vocab: int = VOCAB) -> Case:
+    """What speculators writes: its defaults are a head of rank 256 and a confidence head."""
+    config, weights, semantics = speculators(
+        draft_vocab=draft_vocab,
+        speculators_model_type="dspark",
+        architectures=["DSparkSpeculator"],
+        markov_rank=16,
+        markov_head_type=kind,
+        sample_from_anchor=from_anchor,
+    )
+    weights |= head_weights(kind, columns=draft_vocab)
+    heads: dict[str, Any] = {
+        "markov": kind,
+        "confidence": "hidden and row",
+        "sample_from_anchor": from_anchor,
+    }
+    return config, weights, replace(semantics, **heads)
+
+
+def without_markov(confident: bool) -> Case:
+    """DeepSpec's DFlash drafts: its own class, rank 0, and the anchor predicts."""
+    config, weights, semantics = deepspec("vanilla", with_row=False)
+    config |= {"markov_rank": 0, "enable_confidence_head": confident}
+    dropped = "markov_head" if confident else ("markov_head", "confidence_head")
+    weights = {k: v for k, v in weights.items() if not k.startswith(dropped)}
+    return (
+        config,
+        weights,
+        replace(semantics, markov=None, confidence="hidden" if confident else None),
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "zlab": zlab,
+    "zlab model. prefix": prefixed,
+    "zlab sliding": sliding_zlab,
+    "zlab sliding not causal": lambda: sliding_zlab(causal=False),
+    "zlab causal": lambda: sliding_zlab(causal=True),
+    "zlab window 8": lambda: sliding_zlab(window=8),
+    "zlab attention bias": biased,
+    "zlab mask embedding": lambda: masked(False),
+    "zlab mask embedding in a dict": lambda: masked(True),
+    "zlab sample_from_anchor": lambda: from_anchor("zlab"),
+    "zlab scale, cap, multiplier": scaled,
+    "zlab yarn": lambda: with_rope(YARN, "rope_scaling"),
+    "zlab yarn by type": lambda: with_rope(YARN, "type"),
+    "zlab yarn in rope_parameters": lambda: with_rope(YARN, "rope_parameters"),
+    "zlab llama3": lambda: with_rope(LLAMA3, "rope_scaling"),
+    "zlab linear": lambda: with_rope(LINEAR, "rope_parameters"),
+    "zlab yarn of Kimi": lambda: with_rope(KIMI, "type"),
+    "zlab yarn of gpt-oss": lambda: with_rope(GPT_OSS, "rope_scaling"),
+    "zlab rope by layer type": per_type_rope,
+    "zlab beyond its positions": lambda: served_beyond({"rope_type": "default"} | PLAIN),
+    "zlab linear beyond its positions": lambda: served_beyond(LINEAR),
+    "zlab yarn beyond its positions": lambda: served_beyond(SHORT_YARN),
+    "zlab window switched off": window_switched_off,
+    "zlab sliding by depth": sliding_by_depth,
+    "zlab use_swa": all_sliding,
+    "zlab last layer": last_layer,
+    "SpecForge": specforge,
+    "speculators": speculators,
+    "speculators without embedding": lambda: speculators(own_embedding=False),
+    "speculators draft vocabulary": lambda: speculators(draft_vocab=64),
+    "speculators sample_from_anchor": lambda: from_anchor("speculators"),
+    "speculators last layer": speculators_last_layer,
+    "speculators sliding": lambda: sliding_speculators(non_causal=False),
+    "speculators sliding not causal": lambda: sliding_speculators(non_causal=True),
+    "DeepSpec vanilla": lambda: deepspec("vanilla"),
+    "DeepSpec gated": lambda: deepspec("gated", with_row=False),
+    "DeepSpec rnn": lambda: deepspec("rnn"),
+    "DeepSpec DFlash": lambda: without_markov(confident=False),
+    "DeepSpec DFlash with confidence": lambda: without_markov(confident=True),
+    "SpecForge DSpark": lambda: dspark_of_specforge("vanilla", from_anchor=True),
+    "SpecForge DSpark gated": lambda: dspark_of_specforge("gated", from_anchor=True),
+    "SpecForge DSpark rnn fill-in": lambda: dspark_of_specforge("rnn", from_anchor=False),
+    "speculators DSpark": lambda: dspark_of_speculators("vanilla", from_anchor=False),
+    "speculators DSpark draft vocabulary": lambda: dspark_of_speculators("rnn", True, 64),
+}
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
+    """Write the checkpoint of a case, and take the file beside its weights out of them."""
+    extra = weights.pop("mask_embedding.pt", None)
+    path = write_draft(folder, config, weights)
+    if extra is not None:
+        torch.save(extra, path / "mask_embedding.pt")
+    return path
+
+
+def by_own_names(weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights without their publishers' prefixes."""
+    return {
+        name.removeprefix("model.").removeprefix("logit_head."): w for name, w in weights.items()
+    }

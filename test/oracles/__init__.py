@@ -1,0 +1,1 @@
+"""What other implementations draft. Each script writes the fixture beside it."""
