@@ -7,8 +7,15 @@ from typing import Any
 
 from benchmark.stats import median_and_spread
 
-ORDER = ("none", "ngram", "eagle3", "builtin", "ours")
-SHOWN = {"none": "no speculation", "builtin": "built-in DFLASH", "ours": "sglang-dflash"}
+ORDER = ("none", "ngram", "eagle3", "builtin", "ours", "dspark", "dflash2", "domino")
+SHOWN = {
+    "none": "no speculation",
+    "builtin": "built-in DFLASH",
+    "ours": "sglang-dflash",
+    "dspark": "DSpark",
+    "dflash2": "DFlash 2",
+    "domino": "Domino",
+}
 CONFIGURATION = (
     *("workload", "temperature", "block_size", "verify_width"),
     *("tp", "page_size", "attention_backend"),

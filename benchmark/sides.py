@@ -16,6 +16,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 
 TIMERS = "dflash_step_timers"
 PLUGINS = {"ours": ["dflash"], "builtin": ["dflash_builtin_bench"]}
+FAMILIES = ("dspark", "dflash2", "domino")  # sides: ours, with a draft of this family
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     dtype = "auto" if torch.cuda.is_available() else "float32"  # fp32: exact, and faster on CPU
     parser.add_argument("--model", type=Path, default=TARGET)
     parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--families", type=Path, help="its folders are drafts of sides so named")
     parser.add_argument("--eagle3", type=Path, help="draft of the side eagle3")
     parser.add_argument("--dtype", default=dtype)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="KV of each server")
@@ -69,6 +71,9 @@ def make_side(
     step_times: Path | None = None,
 ) -> Side:
     """`accept_length` > 0 simulates acceptance. Step timers write to the file `step_times`."""
+    shown = name
+    draft = args.families / name if name in FAMILIES else args.draft
+    name = "ours" if name in FAMILIES else name
     flags = ["--model-path", str(args.model), "--dtype", args.dtype, "--sleep-on-idle"]
     flags += ["--max-total-tokens", str(args.max_total_tokens)]
     flags += ["--max-running-requests", str(args.max_running_requests)]
@@ -79,7 +84,7 @@ def make_side(
         flags += ["--attention-backend", args.attention_backend]
     if name in PLUGINS:
         flags += ["--speculative-algorithm", "DFLASH"]
-        flags += ["--speculative-draft-model-path", str(args.draft)]
+        flags += ["--speculative-draft-model-path", str(draft)]
         if args.block_size:
             flags += ["--speculative-dflash-block-size", str(args.block_size)]
     if name == "ngram":
@@ -98,7 +103,7 @@ def make_side(
     if accept_length and name in PLUGINS:
         environment["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
-    return Side(name, flags, environment)
+    return Side(shown, flags, environment)
 
 
 @contextlib.contextmanager

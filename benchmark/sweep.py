@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmark import machine, report, workloads
 from benchmark.load import Answer, Settings, accept_length, answer_all, stream_all
-from benchmark.sides import add_axes, add_server_options, make_side, serving
+from benchmark.sides import FAMILIES, add_axes, add_server_options, make_side, serving
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
 from sglang_dflash.launch import ServerFailed, interrupt_on_signals
@@ -251,6 +251,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_server_options(parser)
     add_axes(parser, several=True)
     args = parser.parse_args(argv)
+    if args.families is None and not set(FAMILIES).isdisjoint(args.sides):
+        parser.error("give --families")
     if "eagle3" in args.sides and args.eagle3 is None:
         parser.error("the side eagle3 needs --eagle3 DRAFT")
     return args
@@ -260,7 +262,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that must be equal to continue a file. Paths count by their last part."""
     told = {key: value for key, value in vars(args).items() if key != "out"}
     told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
-    untold = {"model", "draft", "eagle3"} | (set() if args.apart else {"apart"})
+    untold = {"model", "draft", "families", "eagle3"} | (set() if args.apart else {"apart"})
     return {key: value for key, value in told.items() if key not in untold}
 
 

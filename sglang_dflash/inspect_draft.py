@@ -41,6 +41,7 @@ class Report:
         ids = draft.target_layer_ids if draft else ()
         return {
             "fits": not self.problems,
+            "family": draft.family if draft else "unknown",
             "format": draft.format if draft else "unknown",
             "block_size": draft.draft_width if draft else 0,  # the checkpoint's own number
             "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
@@ -152,6 +153,7 @@ def show(report: Report, console: Console) -> None:
 def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
     """Name and value of each row of the table."""
     rows: dict[str, Any] = {
+        "family": draft.family,
         "format": draft.format,
         "block size": f"{draft.draft_width} ({draft.block_size - 1} drafts)",
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
@@ -163,12 +165,24 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
         "attention": _attention(draft),
         "KV bytes a token": draft.kv_bytes_per_token(),
     }
+    if heads := _heads(draft):
+        rows["heads"] = heads
     if report.tensors is not None:
         rows["parameters"] = f"{report.tensors.parameters:,}"
         if report.target_parameters:
             share = report.tensors.parameters / report.target_parameters
             rows["cost beside the target"] = f"{share:.1%} of its parameters"
     return rows
+
+
+def _heads(draft: DFlashConfig) -> str:
+    """What a family adds to a DFlash draft. Empty for DFlash itself."""
+    heads = []
+    if draft.markov is not None:
+        heads.append(f"Markov ({draft.markov.kind}, rank {draft.markov.rank})")
+    if draft.confidence is not None:
+        heads.append("confidence")
+    return ", ".join(heads)
 
 
 def _vocabulary(draft: DFlashConfig) -> str:

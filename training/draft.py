@@ -56,7 +56,7 @@ def train_draft(
     embed = torch.nn.Embedding.from_pretrained(head)
     draft = Draft(DRAFT_CONFIG).to(device)
     run = Run(draft, LEARNING_RATE, steps, work / "draft.pt")
-    answers = _read_answers(work / "answers.jsonl", target)
+    answers = read_answers(work / "answers.jsonl", target)
     chats = [answer for answer in answers if answer.is_chat]
     codes = [answer for answer in answers if not answer.is_chat]
     of_code = int(CODE_SHARE * batch)
@@ -65,16 +65,16 @@ def train_draft(
     for bar in run.steps_left("draft"):
         size = WHOLE if rng.random() < WHOLE_BLOCKS else rng.choice(SHORTER_BLOCKS)
         drawn = rng.sample(codes, of_code) + rng.sample(chats, batch - of_code)
-        batched = _batched(drawn, anchors, rng, device)
+        tensors = batched(drawn, anchors, rng, device)
         loss_of = loss_of_whole if size == WHOLE else _loss
-        loss, accepted = loss_of(draft, head, embed, *batched, size)
+        loss, accepted = loss_of(draft, head, embed, *tensors, size)
         run.step(loss)
         bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
     _save(draft, work / "draft")
 
 
 @torch.no_grad()
-def _read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[Answer]:
+def read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[Answer]:
     """The answers of a file, shortest first, with the target's features, computed once."""
     rows = [json.loads(line) for line in path.open()]
     rows = [row for row in rows if len(row["answer"]) >= SHORTEST_ANSWER]
@@ -89,7 +89,7 @@ def _read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list
     return found
 
 
-def _batched(
+def batched(
     answers: list[Answer], anchors: int, rng: random.Random, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pad to features [B, S, K*H], ids [B, S], positions of anchors [B, A], lengths [B], int64."""
@@ -115,7 +115,7 @@ def _loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted loss in nats, and the mean number of accepted drafts per block.
 
-    head: [V, H] float32; features, ids, at, lengths: as `_batched` makes them; size: of a block.
+    head: [V, H] float32; features, ids, at, lengths: as `batched` makes them; size: of a block.
     """
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         logits = F.linear(draft(features, ids, at, embed, size)[:, :, 1:], head)

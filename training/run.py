@@ -13,11 +13,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 
-def _optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest."""
+def _optimizers(model: torch.nn.Module, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest. Without `muon`, AdamW for all."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
-    rest = [p for name, p in named if p.dim() != 2 or "embed" in name]
+    matrices = [p for name, p in named if muon and p.dim() == 2 and "embed" not in name]
+    rest = [p for name, p in named if not muon or p.dim() != 2 or "embed" in name]
+    if not muon:
+        return [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
@@ -35,9 +37,11 @@ def _schedule(step: int, steps: int) -> float:
 class Run:
     """A model and its optimizers, read from `path` if it exists. `step()` is one update."""
 
-    def __init__(self, model: torch.nn.Module, lr: float, steps: int, path: Path) -> None:
+    def __init__(
+        self, model: torch.nn.Module, lr: float, steps: int, path: Path, muon: bool = True
+    ) -> None:
         self.model, self.steps, self.path, self.lr = model, steps, path, lr
-        self.optimizers = _optimizers(model, lr)
+        self.optimizers = _optimizers(model, lr, muon)
         self.done = 0
         self.seconds = 0.0
         if path.exists():

@@ -30,11 +30,13 @@ class Fields:
         """A refusal to raise. `what` begins with a verb, and this object is its subject."""
         return Refusal(f"{self._place} {what}.", fix)
 
-    def must_be(self, key: str, value: str) -> None:
-        """The field must be absent or have this value, because no other one is served."""
+    def must_be(self, key: str, *served: str) -> None:
+        """The field must be absent or have one of these values, because no others are served."""
         stated = self.raw.get(key)
-        if stated is not None and stated != value:
-            raise self.refuse(f"has {key} = {stated!r}, and only {value!r} is served")
+        if stated is not None and stated not in served:
+            values = " and ".join(map(repr, served))
+            verb = "is" if len(served) == 1 else "are"
+            raise self.refuse(f"has {key} = {stated!r}, and only {values} {verb} served")
 
     def optional_object(self, key: str) -> dict[str, Any] | None:
         value = self.raw.get(key)

@@ -62,6 +62,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if draft_width is None:
         raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
     top.must_be("hidden_act", "silu")
+    either("attention_mode").must_be("attention_mode", "mha", "gqa")
 
     def factor(key: str) -> float | None:
         return either(key).optional_positive_number(key)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.kernels import accept, argmax, next_block, store_kv
+from sglang_dflash.kernels import accept, argmax, biased_argmax, next_block, store_kv
 
 
 class Kernels(NamedTuple):
@@ -16,6 +16,7 @@ class Kernels(NamedTuple):
 
     next_block: Callable[..., next_block.NextBlock]
     largest: Callable[..., argmax.Largest]
+    biased_largest: Callable[..., argmax.Largest]
     accept: Callable[..., Accepted]
     store_kv: Callable[..., None]
     written: Callable[..., tuple[Tensor, ...]]  # selects the tokens to project
@@ -27,6 +28,7 @@ class Kernels(NamedTuple):
             return cls(
                 next_block.launch_next_block,
                 argmax.launch_largest,
+                biased_argmax.launch_biased_largest,
                 accept.launch_accept,
                 store_kv.launch_store_kv,
                 store_kv.all_tokens,
@@ -34,6 +36,7 @@ class Kernels(NamedTuple):
         return cls(
             next_block.next_block_in_torch,
             argmax.largest_in_torch,
+            biased_argmax.biased_largest_in_torch,
             accept.accept_in_torch,
             store_kv.store_kv_in_torch,
             store_kv.written_tokens,

@@ -21,6 +21,13 @@ class Largest(NamedTuple):
     value: Tensor  # float32
     mass: Tensor | None  # float32, the sum of exp(logit - largest); 1 / mass is its probability
 
+    @classmethod
+    def empty(cls, logits: Tensor, shape: tuple[int, ...], weigh: bool) -> Largest:
+        """Fields of this shape, where the logits are."""
+        value = logits.new_empty(shape, dtype=torch.float32)
+        mass = torch.empty_like(value) if weigh else None
+        return cls(logits.new_empty(shape, dtype=torch.int64), value, mass)
+
 
 def launch_largest(logits: Tensor, weigh: bool = False) -> Largest:
     """Find the largest logit of each token.
@@ -32,21 +39,23 @@ def launch_largest(logits: Tensor, weigh: bool = False) -> Largest:
     assert logits.stride(1) == 1
     parts = min(triton.cdiv(size, COLUMNS), triton.cdiv(PROGRAMS, max(tokens, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
-    partial = _empty(logits, (tokens, parts), weigh)
-    found = _empty(logits, (tokens,), weigh)
+    partial = Largest.empty(logits, (tokens, parts), weigh)
     _largest_of_parts[(tokens, parts)](
         logits, *partial, logits.stride(0), size, share, columns=COLUMNS, num_warps=8
     )
-    # The upper bound of `parts`, so that no number of tokens needs another compilation.
-    padded = triton.next_power_of_2(triton.cdiv(size, COLUMNS))
+    return reduce_parts(partial, parts, triton.cdiv(size, COLUMNS))
+
+
+def reduce_parts(partial: Largest, parts: int, most_parts: int) -> Largest:
+    """The largest logit of each token, [n] per field, from those of its parts, [n, parts] each.
+
+    most_parts: an upper bound, so that no number of tokens needs another compilation.
+    """
+    tokens = len(partial.value)
+    found = Largest.empty(partial.value, (tokens,), partial.mass is not None)
+    padded = triton.next_power_of_2(most_parts)
     _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded)
     return found
-
-
-def _empty(logits: Tensor, shape: tuple[int, ...], weigh: bool) -> Largest:
-    value = logits.new_empty(shape, dtype=torch.float32)
-    mass = torch.empty_like(value) if weigh else None
-    return Largest(logits.new_empty(shape, dtype=torch.int64), value, mass)
 
 
 def largest_in_torch(logits: Tensor, weigh: bool = False) -> Largest:

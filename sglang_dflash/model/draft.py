@@ -27,7 +27,7 @@ from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.markov_chain import KINDS, Chain
 from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
-from sglang_dflash.model.vocabulary import Vocabulary
+from sglang_dflash.model.vocabulary import Vocabulary, is_copy, lm_head, token_embedding
 
 Quantization: TypeAlias = QuantizationConfig | None
 
@@ -149,6 +149,7 @@ class DFlashDraftModel(nn.Module):
         once.
         """
         self.weigh = weigh
+        self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
         confidence = getattr(self, "confidence_head", None)
@@ -160,6 +161,19 @@ class DFlashDraftModel(nn.Module):
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
+
+    def _drop_copies(self, target: Any) -> None:
+        """Share the target's embedding and LM head where the checkpoint holds copies of them.
+
+        DeepSpec's and older speculators checkpoints do, 1.2 GB each for an 8B target.
+        """
+        embedding, head = token_embedding(target), lm_head(target)
+        raw = getattr(embedding, "embed_scale", None) is None  # Gemma's module scales by itself
+        if self.dflash.own_embedding and raw and is_copy(self.embed_tokens, embedding):
+            del self.embed_tokens
+        mapped = self.dflash.vocabulary_map
+        if self.dflash.draft_vocab_size is not None and not mapped and is_copy(self.lm_head, head):
+            del self.lm_head
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(

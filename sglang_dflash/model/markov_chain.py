@@ -84,15 +84,12 @@ class RNNMarkovHead(MarkovHead):
     def latent(
         self, row: Tensor, of_hidden: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        of_state, of_row = self.joint_proj.weight[:, : 2 * self.rank].chunk(2, dim=1)
-        joint = torch.addmm(of_hidden, row, of_row.T)  # [B, 3 r]: gate, candidate, output
-        if state is not None:
-            joint = torch.addmm(joint, state, of_state.T)
-        gate, candidate, output = joint.chunk(3, dim=1)
-        gate, candidate = gate.sigmoid(), candidate.tanh()
-        if state is None:
-            return output.tanh(), (1 - gate) * candidate
-        return output.tanh(), gate * state + (1 - gate) * candidate
+        state = torch.zeros_like(row) if state is None else state
+        weight = self.joint_proj.weight[:, : 2 * self.rank]
+        joint = torch.addmm(of_hidden, torch.cat([state, row], dim=1), weight.T)  # [B, 3 r]
+        gate, others = joint.split([self.rank, 2 * self.rank], dim=1)
+        candidate, output = others.tanh().chunk(2, dim=1)
+        return output, torch.lerp(candidate, state, gate.sigmoid())
 
 
 KINDS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
@@ -133,7 +130,7 @@ class Chain:
         by_block = hidden.view(-1, self._width, hidden.shape[1])
         of_hidden = markov.of_hidden(by_block)
         logits = self._logits(hidden).view(*by_block.shape[:2], vocabulary.columns)
-        w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight.T
+        w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
         token, state = token_ids.view(-1, self._width)[:, 0], None  # [B], the anchors
         drafts, rows = [], []
         for position in range(self._width):
@@ -141,8 +138,10 @@ class Chain:
             latent, state = markov.latent(row, of_hidden[:, position], state)
             draft = Predicted(token, None)
             if position >= self._first:
-                biased = torch.addmm(logits[:, position], latent, w2)
-                draft = vocabulary.largest(biased, weigh and self._confidence is None)
+                here = logits[:, position]
+                draft = vocabulary.biased_largest(
+                    here, latent, w2, weigh and self._confidence is None
+                )
             token = draft.ids
             drafts.append(draft)
             rows.append(row)
@@ -162,8 +161,8 @@ class Chain:
         return torch.stack([*at_anchor, *known], dim=1).flatten()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[n, columns], in the Markov head's dtype."""
-        logits = self._vocabulary.logits(hidden).to(self._markov.markov_w2.weight.dtype)
+        """[n, columns]."""
+        logits = self._vocabulary.logits(hidden)
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap

@@ -11,6 +11,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.argmax import Largest
 
 CERTAIN = 2**20  # a probability of 1 as an integer
 TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
@@ -32,6 +33,24 @@ def token_embedding(model: Any) -> nn.Module:
     found = getattr(getattr(language, "model", language), "embed_tokens", None)
     embedding: nn.Module = found if found is not None else model.get_input_embeddings()
     return embedding
+
+
+def lm_head(model: Any) -> nn.Module:
+    """The LM head of a target, on its language model or on the model itself."""
+    head = getattr(language_model(model), "lm_head", None) or getattr(model, "lm_head", None)
+    assert head is not None, f"{type(model).__name__} has no LM head"
+    found: nn.Module = head
+    return found
+
+
+def is_copy(own: nn.Module, targets: nn.Module) -> bool:
+    """Whether two parts of the vocabulary hold the same weights for the same ids."""
+    ours, theirs = (getattr(module, "weight", None) for module in (own, targets))
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):  # quantised
+        return False
+    same_ids = getattr(own, "shard_indices", None) == getattr(targets, "shard_indices", None)
+    alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return same_ids and alike and torch.equal(ours, theirs)
 
 
 class Predicted(NamedTuple):
@@ -67,13 +86,11 @@ class Vocabulary:
         target: Any,
         kernels: Kernels,
         embedding: nn.Module | None = None,
-        lm_head: VocabParallelEmbedding | None = None,
+        own_head: VocabParallelEmbedding | None = None,
         offsets: Tensor | None = None,
     ) -> None:
         """offsets: [draft vocabulary] int64, target id - draft id."""
-        language = language_model(target)
-        head = lm_head or getattr(language, "lm_head", None) or getattr(target, "lm_head", None)
-        assert head is not None, f"{type(target).__name__} has no LM head"
+        head: Any = lm_head(target) if own_head is None else own_head
         of_target: Any = token_embedding(target)
         self.embed = of_target if embedding is None else embedding
         self.target_size: int = of_target.num_embeddings
@@ -104,11 +121,24 @@ class Vocabulary:
         return logits[:, : self.columns]
 
     def largest(self, logits: Tensor, weigh: bool) -> Predicted:
-        """Target id of the largest logit, the lowest id on a tie, the same on every rank.
+        """The token of the largest logit, the lowest id on a tie, the same on every rank.
 
-        logits: [n, columns] of this rank. Ranks exchange a few numbers per token, never the logits.
+        logits: [n, columns] of this rank.
         """
-        index, value, mass = self._kernels.largest(logits, weigh)
+        return self._agreed(self._kernels.largest(logits, weigh))
+
+    def biased_largest(
+        self, logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool
+    ) -> Predicted:
+        """As `largest`, of `logits + latent @ weight.T`.
+
+        latent: [n, r]; weight: [columns, r] of this rank.
+        """
+        return self._agreed(self._kernels.biased_largest(logits, latent, weight, weigh))
+
+    def _agreed(self, found: Largest) -> Predicted:
+        """Ranks exchange a few numbers per token, never the logits."""
+        index, value, mass = found
         if self._ranks == 1:
             weights = None if mass is None else mass.reciprocal()
             return Predicted(self._target_ids(index), weights)
@@ -119,7 +149,7 @@ class Vocabulary:
         first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
         value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
         weights = None
-        if weigh:
+        if mass is not None:
             weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
         return Predicted(self._target_ids(index.long()), weights)
 

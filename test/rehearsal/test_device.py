@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sglang_dflash.kernels import argmax, store_kv
+from sglang_dflash.kernels import argmax, biased_argmax, store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import largest_in_torch, launch_largest
+from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch, launch_biased_largest
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
 from sglang_dflash.kernels.page_tables import fill_tables
 from test.rehearsal.device.attention import attend
@@ -289,6 +290,28 @@ def test_the_largest_logit_equals_its_twin(size: int, dtype: torch.dtype, weigh:
         torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
 
 
+@pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 5, 3), (9, 1000, 40), (40, 10_000, 16)])
+@pytest.mark.parametrize("weigh", [True, False])
+def test_the_largest_biased_logit_equals_its_twin(
+    tokens: int, size: int, rank: int, weigh: bool
+) -> None:
+    """Whole numbers, so that both sum without error and ties are ties. Tokens are apart in memory.
+
+    Only in fp32: Triton's interpreter multiplies the bits of bf16 as integers.
+    """
+    torch.manual_seed(size)
+    made = torch.randint(-9, 9, (tokens, 2, size + 7)).float()[:, 1, :size]
+    made[0, size - 1] = float("nan")
+    latent, weight = (torch.randint(-1, 2, (n, rank)).float() for n in (tokens, size))
+    ours = launch_biased_largest(made.to(CUDA), latent.to(CUDA), weight.to(CUDA), weigh)
+    twin = biased_largest_in_torch(made, latent, weight, weigh)
+    assert torch.equal(ours[0].cpu(), twin[0])
+    assert torch.equal(ours[1].cpu()[1:], twin[1][1:])
+    assert (ours[2] is None) == (twin[2] is None) == (not weigh)
+    if ours[2] is not None and twin[2] is not None:
+        torch.testing.assert_close(ours[2].cpu()[1:], twin[2][1:])
+
+
 def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The constants of both kernels do not depend on the batch."""
     seen: set[tuple[tuple[str, int], ...]] = set()
@@ -299,9 +322,13 @@ def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for kernel in ("_largest_of_parts", "_largest_of_tokens"):
         monkeypatch.setattr(argmax, kernel, Watched())
+    monkeypatch.setattr(biased_argmax, "_largest_of_parts", Watched())
+    weight = torch.empty(10_000, 64, device=CUDA)
     for rows in (1, 3, 16, 100, 768, 5000):
-        argmax.launch_largest(torch.empty(rows, 10_000, device=CUDA), weigh=False)
-    assert len(seen) == 2
+        logits = torch.empty(rows, 10_000, device=CUDA)
+        argmax.launch_largest(logits, weigh=False)
+        launch_biased_largest(logits, weight[:rows], weight)
+    assert len(seen) == 4  # two reductions of other upper bounds
 
 
 @pytest.mark.parametrize("page", [1, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.checkpoint.config import LayerAttention, Rope
+from sglang_dflash.checkpoint.config import Confidence, LayerAttention, Markov, Rope
 from sglang_dflash.checkpoint.extras import read_mask_embedding
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.zlab import default_target_layer_ids
 from sglang_dflash.errors import Refusal
-from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config
+from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config, speculators_draft
 
 
 def write(folder: Path, config: Any) -> Path:
@@ -180,3 +181,38 @@ def test_layer_beyond_the_target(tmp_path: Path) -> None:
     assert [refusal.what for refusal in misfits(draft, target)] == [
         "The target_layer_ids [4] lie beyond the target's layers 0..3."
     ]
+
+
+DSPARK: dict[str, Any] = {"projector_type": "dspark", "markov_rank": 4}
+WRONG_HEADS: dict[str, dict[str, Any]] = {
+    "markov_rank = -1": {"markov_rank": -1},
+    "markov_head_type = 'lstm'": {"markov_head_type": "lstm"},
+    "enable_confidence_head = 'yes'": {"enable_confidence_head": "yes"},
+    "confidence_head_with_markov, but markov_rank 0": {
+        "markov_rank": 0,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "attention_mode = 'mla'": {"attention_mode": "mla"},
+}
+
+
+@pytest.mark.parametrize("words", WRONG_HEADS)
+def test_wrong_fields_of_heads_are_named(tmp_path: Path, words: str) -> None:
+    config = draft_config(dflash_config=DSPARK | WRONG_HEADS[words])
+    with pytest.raises(Refusal, match=re.escape(words)) as refused:
+        load_config(write(tmp_path, config))
+    assert whole_sentences(refused.value)
+
+
+def test_the_layout_of_dspark_depends_on_its_publisher(tmp_path: Path) -> None:
+    """If `sample_from_anchor` is absent: DeepSpec's and SpecForge's predict from the anchor."""
+    ours = load_config(write(tmp_path, draft_config(dflash_config=DSPARK)))
+    assert (ours.family, ours.sample_from_anchor, ours.block_size) == ("DSpark", True, BLOCK + 1)
+    config, _ = speculators_draft(draft_vocab=VOCAB)
+    theirs = load_config(write(tmp_path, config | {"speculators_model_type": "dspark"}))
+    assert (theirs.family, theirs.sample_from_anchor, theirs.block_size) == ("DSpark", False, BLOCK)
+    assert theirs.markov == Markov("vanilla", 256)
+    assert theirs.confidence == Confidence(with_markov=True)
+    both = load_config(write(tmp_path, draft_config(dspark_config=DSPARK, dflash_config=DSPARK)))
+    assert both.markov == Markov("vanilla", 4)

@@ -24,6 +24,7 @@ from test.checkpoints import (
     write_draft,
     write_target,
 )
+from test.formats import deepspec
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +32,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report == {
         "fits": True,
+        "family": "DFlash",
         "format": "zlab",
         "block_size": 16,
         "target_layer_ids": {"transformers": [2, 4, 6, 8, 9], "sglang": [1, 3, 5, 7, 8]},
@@ -59,6 +61,18 @@ def test_block_size_is_the_checkpoints_number(
     assert json.loads(capsys.readouterr().out)["block_size"] == 8
     assert main(["inspect", draft]) == 0
     assert "8 (8 drafts)" in capsys.readouterr().out
+
+
+def test_a_dspark_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config, weights, _ = deepspec("gated")
+    draft = str(write_draft(tmp_path, config, weights))
+    assert main(["inspect", draft, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["family"], report["format"], report["block_size"]) == ("DSpark", "dspark", 8)
+    assert main(["inspect", draft]) == 0
+    out = capsys.readouterr().out
+    for words in ("DSpark", "8 (8 drafts)", "Markov (gated, rank 16)", "confidence"):
+        assert words in out
 
 
 def test_misfit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -193,6 +207,7 @@ def test_recurrent_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], f
 
 JSON_TYPES = {
     "fits": bool,
+    "family": str,
     "format": str,
     "block_size": int,
     "target_layer_ids": dict,

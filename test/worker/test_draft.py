@@ -89,6 +89,25 @@ def test_features_are_hidden_states(target: str, draft: str, model: Qwen3ForCaus
         assert (captured[0] - neighbour).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_copies_of_the_targets_vocabulary_are_dropped(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, changed: int
+) -> None:
+    """DeepSpec's checkpoints hold them. Weights that differ are the draft's own."""
+    config = draft_config()
+    weights = draft_weights(config)
+    weights["embed_tokens.weight"] = model.get_input_embeddings().weight.detach() + changed
+    weights["lm_head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    weights["lm_head.weight"][7] += changed
+    ids = prompt(12, 20)
+    with InProcess(target, str(write_draft(tmp_path, config, weights))) as engine:
+        own = set(dict(engine.worker.draft_model_runner.model.named_parameters()))
+        assert ({"embed_tokens.weight", "lm_head.weight"} <= own) == bool(changed)
+        steps = trace(engine, ids, 12)
+    for output, block in steps:
+        assert block[1:] == draft_block(model, Semantics.of_zlab(config), weights, ids + output)
+
+
 def test_last_layer_is_a_target_layer(target: str, model: Qwen3ForCausalLM, tmp_path: Path) -> None:
     """Layer L-1 works, alone and with others; it is Transformers' hidden_states[L]."""
     ids = prompt(7, 20)

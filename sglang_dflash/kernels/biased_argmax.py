@@ -1,0 +1,125 @@
+"""The largest logit of each token after a low-rank bias. The biased logits are never stored."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.overrides import wrap_torch_function
+
+from sglang_dflash.kernels.argmax import PROGRAMS, Largest, largest_in_torch, reduce_parts
+
+TOKENS = 16  # of a program; the least that tensor cores multiply
+COLUMNS = 64  # of the vocabulary that a program reads together
+
+
+def launch_biased_largest(
+    logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
+) -> Largest:
+    """Find the largest of `logits + latent @ weight.T` for each token.
+
+    logits: [n, V] of a float type; latent: [n, r]; weight: [V, r], both of another float type; the
+    last dimension of each is contiguous; weigh: compute the mass, too. NaN counts as infinity. The
+    weight is read once for every 16 tokens.
+    """
+    tokens, size = logits.shape
+    assert logits.stride(1) == latent.stride(1) == weight.stride(1) == 1
+    groups, most_parts = triton.cdiv(tokens, TOKENS), triton.cdiv(size, COLUMNS)
+    most_parts = min(most_parts, PROGRAMS)
+    parts = min(most_parts, triton.cdiv(PROGRAMS, max(groups, 1)))
+    share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
+    partial = Largest.empty(logits, (tokens, parts), weigh)
+    rank = latent.shape[1]
+    _largest_of_parts[(groups, parts)](
+        logits,
+        latent,
+        weight,
+        *partial,
+        logits.stride(0),
+        latent.stride(0),
+        weight.stride(0),
+        tokens,
+        size,
+        rank,
+        share,
+        group=TOKENS,
+        columns=COLUMNS,
+        padded=max(16, triton.next_power_of_2(rank)),
+    )
+    return reduce_parts(partial, parts, most_parts)
+
+
+def biased_largest_in_torch(
+    logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
+) -> Largest:
+    """The twin of `launch_biased_largest`."""
+    if weigh or logits.dtype != torch.float32:
+        return largest_in_torch(_biased(logits, latent, weight), weigh)
+    column, value = _largest(logits, latent, weight)
+    return Largest(column, value, None)
+
+
+@wrap_torch_function(lambda logits, latent, weight: (logits, latent, weight))
+def _largest(logits: Tensor, latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Column and value in one call for a torch function mode."""
+    column, value, _ = largest_in_torch(_biased(logits, latent, weight))
+    return column, value
+
+
+def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
+    return torch.addmm(logits.to(weight.dtype), latent, weight.T)
+
+
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
+@triton.jit(do_not_specialize=["tokens"])
+def _largest_of_parts(  # type: ignore[no-untyped-def]
+    logits,  # [n, V]
+    latent,  # [n, r]
+    weight,  # [V, r]
+    indices,  # [n, parts] int64
+    values,  # [n, parts] float32
+    masses,  # [n, parts] float32 or None
+    logits_stride,  # of a token
+    latent_stride,  # of a token
+    weight_stride,  # of a column
+    tokens,  # n
+    size,  # V
+    rank,  # r
+    share,  # columns of a program
+    group: tl.constexpr,
+    columns: tl.constexpr,
+    padded: tl.constexpr,  # rank
+):
+    token = (tl.program_id(0) * group + tl.arange(0, group)).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    real, at = token < tokens, tl.arange(0, padded)
+    given = (at < rank)[:, None] & real[None, :]
+    mixed = tl.load(latent + token[None, :] * latent_stride + at[:, None], given, 0.0)
+    best = tl.full([columns, group], float("-inf"), tl.float32)
+    where = tl.zeros([columns, group], tl.int32) + size
+    mass = tl.zeros([columns, group], tl.float32)
+    for start in range(0, share, columns):
+        column = part * share + start + tl.arange(0, columns)
+        inside = column < size
+        row = column.to(tl.int64)[:, None]
+        known = inside[:, None] & (at < rank)[None, :]
+        matrix = tl.load(weight + row * weight_stride + at[None, :], known, 0.0)
+        bias = tl.dot(matrix, mixed, input_precision="ieee")
+        both = inside[:, None] & real[None, :]
+        logit = tl.load(logits + token[None, :] * logits_stride + row, both, float("-inf"))
+        logit = logit.to(tl.float32) + bias
+        logit = tl.where(logit != logit, float("inf"), logit)
+        if masses is not None:
+            ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
+            mass = tl.where(logit > best, mass * ratio + 1.0, mass + ratio)
+        where = tl.where(logit > best, column[:, None], where)
+        best = tl.maximum(best, logit)
+    value = tl.max(best, axis=0)
+    there = token * parts + part
+    first = tl.min(tl.where(best == value[None, :], where, size), axis=0)
+    tl.store(values + there, value, real)
+    tl.store(indices + there, first.to(tl.int64), real)
+    if masses is not None:
+        mass *= tl.where(best == value[None, :], 1.0, tl.exp(best - value[None, :]))
+        tl.store(masses + there, tl.sum(mass, axis=0), real)

@@ -1,0 +1,111 @@
+"""Drafts with heads of their own, on the attention backends of a GPU and inside their graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.options import VERIFY_WIDTH
+from test.checkpoints import head_weights, write_draft
+from test.rehearsal.device import kernels
+from test.rehearsal.mutation import Change, mutate
+from test.rehearsal.serving import (
+    Asked,
+    Drafts,
+    N,
+    answer,
+    assert_drafts,
+    engine,
+    once_each,
+    served,
+    small_draft,
+)
+from test.worker.conftest import prompt
+
+BACKENDS = ["fa3", "flashinfer", "triton"]
+Family = tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]  # a draft, how to read it
+
+
+def dspark(kind: str) -> Family:
+    """A DSpark draft with this Markov head, as SpecForge exports it."""
+    method = {
+        "target_layer_ids": [0, 1],
+        "projector_type": "dspark",
+        "markov_rank": 16,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    config, weights = small_draft(architectures=["DSparkDraftModel"], dflash_config=method)
+    reading = {"markov": kind, "sample_from_anchor": True}
+    return (config, weights | head_weights(kind)), reading
+
+
+def served_family(
+    small: Path, folder: Path, family: Family, backend: str, **flags: Any
+) -> tuple[dict[str, Any], Drafts]:
+    """Serve three requests with a draft of this family, and check their answers."""
+    (folder / "target").symlink_to(small / "target")
+    write_draft(folder / "draft", *family[0])
+    asked = answer(folder, {str(i): Asked(prompt(980 + i, 9 + 7 * i), N) for i in range(3)})
+    return served(folder, asked, backend, cuda_graph_bs=[4], **flags)
+
+
+@pytest.mark.parametrize(("backend", "kind"), once_each(BACKENDS, ["vanilla", "gated", "rnn"]))
+@pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
+def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int) -> None:
+    """Batches of one to three requests run in a graph of four, whose other rows are stale."""
+    family = dspark(kind)
+    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
+def test_confidences_choose_the_width(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's graph returns them beside the tokens."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    family = dspark("vanilla")
+    reqs, drafts = served_family(small, tmp_path, family, "fa3")
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
+FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("float16", "float32")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *FULL])
+def test_the_head_compiles(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Its kernel, for sm_90."""
+    found: dict[str, set[str]] = {}
+    monkeypatch.setattr(kernels, "COMPILED", found)
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", *dspark("vanilla")[0])
+    with engine(tmp_path, "triton", dtype=dtype, disable_cuda_graph=True) as run:
+        run.generate(prompt(1, 6), **N | {"max_new_tokens": 2})
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    kinds = found["sglang_dflash.kernels.biased_argmax:_largest_of_parts"]
+    assert any(f"*{short}" in kind for kind in kinds)
+
+
+CHAIN = "model.markov_chain:Chain._blocks"
+MUTATIONS = [
+    (CHAIN, "token = draft.ids", "token = token"),
+    (CHAIN, "logits[:, position]", "logits[:, 0]"),
+    ("kernels.biased_argmax:launch_biased_largest", "logits.stride(0),", "latent.stride(0),"),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation[2])
+def test_a_wrong_walk_is_noticed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
+) -> None:
+    """Tokens are still right, but drafts are not, so acceptance would fall."""
+    mutate(monkeypatch, *mutation)
+    family = dspark("vanilla")
+    reqs, drafts = served_family(small, tmp_path, family, "fa3")
+    with pytest.raises(AssertionError):
+        assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
