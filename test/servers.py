@@ -15,6 +15,7 @@ import requests
 from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET
 from test.plugins import distribution
+from training.families import assemble
 
 STRICT = {
     "OMP_NUM_THREADS": "1",
@@ -67,6 +68,7 @@ class Setup:
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     dflash: bool = True
+    family: str | None = None  # of the draft; None: the bundled DFlash draft
     full: bool = False  # in `make test-full` only
 
 
@@ -78,7 +80,7 @@ SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
 TWO_RANKS = "two ranks, small pool"
 SERVERS = {  # by the name that tests give
     "auto": Setup(ALL_FEATURES),
-    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16)),
+    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16), family="dspark"),
     TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED)),
     "page 1": Setup(FULL, full=True),
     "page 256, no radix": Setup((*FULL, "--page-size", "256", "--disable-radix-cache"), full=True),
@@ -132,11 +134,19 @@ class Client:
 
 @contextmanager
 def running(
-    *flags: str, dflash: bool, environment: dict[str, str] | None = None
+    *flags: str,
+    dflash: bool,
+    environment: dict[str, str] | None = None,
+    family: str | None = None,
 ) -> Iterator[Client]:
     """A server that is alive at the end, or the test fails with its log."""
     arguments = [*COMMON, *(DFLASH if dflash else REFERENCE), *flags]
-    with Server(arguments, {**STRICT, **(environment or {})}) as server:
+    with (
+        TemporaryDirectory() as folder,
+        Server(
+            [*arguments, *draft_of(family, folder)], {**STRICT, **(environment or {})}
+        ) as server,
+    ):
         try:
             yield Client(server, flags, dflash)
         except Exception as error:
@@ -145,6 +155,13 @@ def running(
             raise
         assert server.alive, server.tail(60)
         assert "Scheduler hit an exception" not in server.log.read_text()
+
+
+def draft_of(family: str | None, folder: str) -> tuple[str, ...]:
+    """Flags for a draft of this family, which is written to a folder."""
+    if family is None:
+        return ()
+    return "--speculative-draft-model-path", str(assemble(family, Path(folder)))
 
 
 @contextmanager

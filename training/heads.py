@@ -8,11 +8,9 @@ writes some.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,21 +21,13 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from training.answers import write_answers
 from training.draft import CODE_SHARE, WHOLE, batched, position_weights, read_answers
 from training.draft_model import Draft
+from training.families import MARKOV_RANK, assemble
 from training.run import Run
 from training.shapes import DRAFT_CONFIG
 from training.target import load_target
 
-RANK = 32
 LEARNING_RATE = 4e-3
 ANSWERS, STEPS = 6000, 500
-DSPARK = {
-    "projector_type": "dspark",
-    "markov_rank": RANK,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "sample_from_anchor": False,
-}
 
 
 class Heads(nn.Module):
@@ -47,11 +37,11 @@ class Heads(nn.Module):
         super().__init__()
         self.markov_head = nn.ModuleDict(
             {
-                "markov_w1": nn.Embedding(vocab, RANK),
-                "markov_w2": nn.Linear(RANK, vocab, bias=False),
+                "markov_w1": nn.Embedding(vocab, MARKOV_RANK),
+                "markov_w2": nn.Linear(MARKOV_RANK, vocab, bias=False),
             }
         )
-        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + RANK, 1)})
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + MARKOV_RANK, 1)})
         for name, p in self.markov_head.named_parameters():
             nn.init.normal_(p, std=0.5 if name.startswith("markov_w1") else 0.0)
 
@@ -67,13 +57,14 @@ class Heads(nn.Module):
 
 
 def train_heads(work: Path, steps: int, device: str, anchors: int = 18, batch: int = 24) -> None:
-    """Read the pair and answers.jsonl from `work`, and write work/dspark."""
+    """Read the target and answers.jsonl from `work`, and write work/dspark."""
     torch.manual_seed(3)
     target = load_target(work, device)
     lm_head = target.lm_head.weight.float()
     embed = nn.Embedding.from_pretrained(lm_head)
     draft = Draft(DRAFT_CONFIG).to(device).requires_grad_(False)
-    draft.load_state_dict({k: v.float() for k, v in _weights(work / "draft").items()})
+    weights = load_file(DRAFT / "model.safetensors")
+    draft.load_state_dict({name: weight.float() for name, weight in weights.items()})
     heads = Heads(*lm_head.shape).to(device)
     run = Run(heads, LEARNING_RATE, steps, work / "dspark.pt", muon=False)
     answers = read_answers(work / "answers.jsonl", target)
@@ -116,20 +107,12 @@ def _loss(
     return ((loss + doubt) * weights).sum(), accepted, without
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 def _save(work: Path, heads: Heads) -> None:
-    """Write the draft with its heads, as SpecForge exports them, bfloat16."""
-    out = work / "dspark"
-    out.mkdir(exist_ok=True)
-    own = {name: p.detach().to(torch.bfloat16).cpu() for name, p in heads.state_dict().items()}
-    weights = _weights(work / "draft") | own
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    method: dict[str, Any] = DRAFT_CONFIG["dflash_config"] | DSPARK
-    config = DRAFT_CONFIG | {"architectures": ["DSparkDraftModel"], "dflash_config": method}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    """Write the heads alone, bfloat16, and the draft with them."""
+    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in heads.state_dict().items()}
+    file = work / "dspark.safetensors"
+    save_file(weights, file, metadata={"format": "pt"})
+    assemble("dspark", work, file)
 
 
 def main() -> None:
@@ -141,9 +124,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    for folder in (TARGET, DRAFT):
-        if not (args.work / folder.name).exists():
-            shutil.copytree(folder, args.work / folder.name)
+    if not (args.work / TARGET.name).exists():
+        shutil.copytree(TARGET, args.work / TARGET.name)
     write_answers(args.work, args.answers, args.device)
     train_heads(args.work, args.steps, args.device)
 

@@ -1,4 +1,4 @@
-"""`python -m test.differential --requests N --seed S [server flags]`
+"""`python -m test.differential --requests N --seed S [--family F] [server flags]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -13,6 +13,7 @@ import sys
 
 from test.differential.ask import Report, compare
 from test.servers import ALL_FEATURES, running, without_speculation
+from training.families import FAMILIES
 
 
 def show(report: Report, seed: int) -> None:
@@ -30,9 +31,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="replay these requests")
+    parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
-    with without_speculation() as plain, running(*ALL_FEATURES, *flags, dflash=True) as dflash:
+    dflash_server = running(*ALL_FEATURES, *flags, dflash=True, family=arguments.family)
+    with without_speculation() as plain, dflash_server as dflash:
         report = compare(arguments.seed, numbers, plain.url, dflash.url)
     show(report, arguments.seed)
     return 1 if report.differing else 0

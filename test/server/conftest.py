@@ -40,7 +40,9 @@ def server(request: pytest.FixtureRequest, notes: Path) -> Iterator[Client]:
     if request.param == TWO_RANKS:
         plugin = distribution(notes, "apart", "1.0", APART)
         environment = {"PYTHONPATH": str(plugin), "NOTES": str(notes)}
-    with running(*setup.flags, dflash=setup.dflash, environment=environment) as client:
+    with running(
+        *setup.flags, dflash=setup.dflash, environment=environment, family=setup.family
+    ) as client:
         yield client
 
 

@@ -1,0 +1,63 @@
+"""Drafts of other families for the bundled target: the bundled draft, and heads beside its weights.
+
+`python -m training.families --out DIR` writes them all. `training.heads` trains the heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sglang_dflash.tiny import DRAFT
+
+HEADS = Path(__file__).with_name("trained")  # a file per family: its own tensors only
+MARKOV_RANK = 32
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `dflash_config`
+    "dspark": (
+        "DSparkDraftModel",
+        {
+            "projector_type": "dspark",
+            "markov_rank": MARKOV_RANK,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "sample_from_anchor": False,
+        },
+    ),
+}
+
+
+def assemble(family: str, folder: Path, heads: Path | None = None) -> Path:
+    """Write a draft of this family to folder/family, and return that folder.
+
+    heads: its tensors. None: those in `HEADS`.
+    """
+    out = folder / family
+    out.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, Tensor] = load_file(DRAFT / "model.safetensors")
+    weights |= load_file(heads or HEADS / f"{family}.safetensors")
+    architecture, fields = FAMILIES[family]
+    config = json.loads((DRAFT / "config.json").read_text())
+    method = config["dflash_config"] | fields
+    config |= {"architectures": [architecture], "dflash_config": method}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m training.families", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    for family in FAMILIES:
+        print(assemble(family, args.out))
+
+
+if __name__ == "__main__":
+    main()
