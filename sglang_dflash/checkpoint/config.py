@@ -18,6 +18,18 @@ class LayerAttention:
     # which ends at the position and includes it.
     anchored: bool = False
 
+    @property
+    def left(self) -> int | None:
+        """Tokens before a position that it may attend to, as backends count a window.
+
+        Most backends give each position a window of its own. For them, an anchored window of W is
+        that of the anchor, so position j misses the j farthest of W tokens. This changes drafts
+        only, never the output.
+        """
+        if self.window is None:
+            return None
+        return self.window if self.anchored else self.window - 1
+
 
 @dataclass(frozen=True)
 class Rope:

@@ -59,8 +59,7 @@ class DFlashAttention(nn.Module):
             scaling=dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             layer_id=layer_id,
-            # SGLang counts the tokens to the left; its window of 0 would mean none
-            sliding_window_size=-1 if view.window is None else view.window - 1,
+            sliding_window_size=-1 if view.left is None else view.left,
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
         self.attn.anchored = (
@@ -196,8 +195,8 @@ class DFlashDraftModel(nn.Module):
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Tokens to the left in the widest window. SGLang's Triton backend lists KV for it."""
-        windows = [view.window for view in self.dflash.attention if view.window is not None]
-        return max(windows) - 1 if windows else None
+        lefts = [view.left for view in self.dflash.attention if view.left is not None]
+        return max(lefts, default=None)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.vocabulary.embed(input_ids)

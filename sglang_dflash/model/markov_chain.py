@@ -39,6 +39,8 @@ class MarkovHead(nn.Module):
             if (start, end) != (0, len(weight)):
                 rows = weight.data[start:end]
                 weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
+        columns_first = self.markov_w2.weight.data.T.contiguous()  # a third faster on a CPU
+        self.markov_w2.weight.data = columns_first.T
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """The part of all latents that depends on hidden states alone: [B, N, H] -> [B, N, ..]."""
@@ -128,17 +130,17 @@ class Chain:
         """Blocks whose logits are alive at once."""
         markov, vocabulary = self._markov, self._vocabulary
         by_block = hidden.view(-1, self._width, hidden.shape[1])
-        of_hidden = markov.of_hidden(by_block)
-        logits = self._logits(hidden).view(*by_block.shape[:2], vocabulary.columns)
+        of_hidden = markov.of_hidden(by_block).unbind(1)
+        logits = self._logits(hidden).view(*by_block.shape[:2], vocabulary.columns).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
         token, state = token_ids.view(-1, self._width)[:, 0], None  # [B], the anchors
         drafts, rows = [], []
         for position in range(self._width):
-            row = F.embedding(token, w1)
-            latent, state = markov.latent(row, of_hidden[:, position], state)
+            row = w1.index_select(0, token)
+            latent, state = markov.latent(row, of_hidden[position], state)
             draft = Predicted(token, None)
             if position >= self._first:
-                here = logits[:, position]
+                here = logits[position]
                 draft = vocabulary.biased_largest(
                     here, latent, w2, weigh and self._confidence is None
                 )
