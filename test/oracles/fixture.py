@@ -22,6 +22,12 @@ FAMILIES = {  # the cases of `test.formats` that each oracle drafts
         "DeepSpec DFlash",
         "DeepSpec DFlash with confidence",
     ],
+    "dflash2": [  # z-lab's class always has both parts
+        "DFlash 2",
+        "DFlash 2 at the top level",
+        "DFlash 2 sliding, cap, scale",
+        "DFlash 2 cap, multiplier",
+    ],
 }
 PROMPT, TOKENS = prompt(41, 30), 40
 
