@@ -157,13 +157,15 @@ def convolution_weights(taps: int, group: int, layers: int = 2, seed: int = 7) -
     return weights
 
 
-def selector_weights(rank: int = 16, suffix: str = "", seed: int = 8) -> dict[str, Tensor]:
+def selector_weights(
+    rank: int = 16, suffix: str = "", rows: int = VOCAB, seed: int = 8
+) -> dict[str, Tensor]:
     """Random weights of a DFlash 2 draft's selector, large enough to change most drafts."""
     rng = torch.Generator().manual_seed(seed)
     prefix = "candidate_selector."
     return {
-        f"{prefix}predecessor_codebook{suffix}": 2 * torch.randn(VOCAB, rank, generator=rng),
-        f"{prefix}successor_codebook{suffix}": torch.randn(VOCAB, rank, generator=rng) / rank**0.5,
+        f"{prefix}predecessor_codebook{suffix}": 2 * torch.randn(rows, rank, generator=rng),
+        f"{prefix}successor_codebook{suffix}": torch.randn(rows, rank, generator=rng) / rank**0.5,
         f"{prefix}hidden_projection.weight": torch.randn(rank, HIDDEN, generator=rng) / HIDDEN**0.5,
     }
 

@@ -320,6 +320,19 @@ def capped_dflash2() -> Case:
     return config, weights, replace(semantics, logit_multiplier=0.5, logit_cap=4.0)
 
 
+def padded_dflash2() -> Case:
+    """The draft's vocabulary has 24 rows more than the target's."""
+    config, weights, semantics = dflash2(convolved=False)
+    config["vocab_size"] = VOCAB + 24
+    return config, weights | selector_weights(rows=VOCAB + 24), semantics
+
+
+def many_candidates() -> Case:
+    """More than the second of two ranks has tokens."""
+    config, weights, semantics = dflash2(convolved=False, selector_top_k=100)
+    return config, weights, replace(semantics, candidates=100)
+
+
 def published_dflash2() -> Case:
     """Every layer slides without causality, and the logits are capped."""
     config, weights, semantics = dflash2(final_logit_softcapping=6.0, input_embedding_scale=3.5)
@@ -398,6 +411,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "DFlash 2 at the top level": lambda: dflash2(place="top"),
     "DFlash 2 convolutions": lambda: dflash2(selected=False),
     "DFlash 2 selector": lambda: dflash2(convolved=False),
+    "DFlash 2 padded vocabulary": padded_dflash2,
+    "DFlash 2 many candidates": many_candidates,
     "DFlash 2 cap, multiplier": capped_dflash2,
     "DFlash 2 sliding, cap, scale": published_dflash2,
     "speculators DFlash 2": dflash2_of_speculators,
