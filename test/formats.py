@@ -350,7 +350,8 @@ def dflash2_of_speculators(from_anchor: bool = False) -> Case:
     """What speculators writes: its defaults are 2 taps, groups of 16, and blocks not causal."""
     config, weights, semantics = speculators(
         own_embedding=False,
-        body={"layer_types": SLIDING, "sliding_window": 12},
+        # Without use_sliding_window, Transformers' Qwen3Config drops the window.
+        body={"layer_types": SLIDING, "sliding_window": 12, "use_sliding_window": True},
         speculators_model_type="dflash2",
         architectures=["DFlash2DraftModel"],
         selector_rank=24,
