@@ -55,6 +55,22 @@ class Confidence:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """Causal convolutions along the block, around both sublayers of every layer (DFlash 2)."""
+
+    taps: int  # positions that one reads: the position itself and those before it
+    group: int  # channels that share what a kernel gets from the hidden state
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A head that picks each draft among the likeliest tokens, by the draft before (DFlash 2)."""
+
+    rank: int
+    top_k: int  # candidates of a position
+
+
+@dataclass(frozen=True)
 class DFlashConfig:
     """A DFlash draft as the worker sees it.
 
@@ -94,6 +110,8 @@ class DFlashConfig:
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
     markov: Markov | None = None
     confidence: Confidence | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
     logit_cap: float | None = None  # soft-capping behind the multiplier
 
@@ -105,6 +123,8 @@ class DFlashConfig:
     @property
     def family(self) -> str:
         """The method by its paper's name."""
+        if self.convolution is not None or self.selector is not None:
+            return "DFlash 2"
         return "DFlash" if self.markov is None and self.confidence is None else "DSpark"
 
     @property

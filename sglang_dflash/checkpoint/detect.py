@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.checkpoint import dspark, speculators, zlab
+from sglang_dflash.checkpoint import dflash2, dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
@@ -16,6 +16,7 @@ from sglang_dflash.errors import Refusal
 FORMATS: dict[str, ModuleType] = {  # the first match wins
     "speculators": speculators,
     "dspark": dspark,
+    "dflash2": dflash2,
     "zlab": zlab,
 }
 

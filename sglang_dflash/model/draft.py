@@ -24,6 +24,8 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.model.candidate_selector import CandidateSelector, Selection
+from sglang_dflash.model.convolution import BlockConvolution
 from sglang_dflash.model.markov_chain import KINDS, Chain
 from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
@@ -96,9 +98,37 @@ class DFlashLayer(nn.Module):
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, batch)
+        hidden = self._attend(positions, hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        return self._transform(hidden), residual
+
+    def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        output: Tensor = self.self_attn(positions, hidden, batch)
+        return output
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.mlp(hidden)
+        return output
+
+
+class ConvolvedLayer(DFlashLayer):
+    """A layer whose sublayers have a convolution before and behind them (DFlash 2)."""
+
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
+    ) -> None:
+        super().__init__(config, layer_id, rotary_emb, quant)
+        assert config.convolution is not None
+        self.attention_conv = BlockConvolution(config.hidden_size, config.convolution)
+        self.mlp_conv = BlockConvolution(config.hidden_size, config.convolution)
+
+    def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        hidden, kernel = self.attention_conv.before(hidden)
+        return self.attention_conv.behind(super()._attend(positions, hidden, batch), kernel)
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        hidden, kernel = self.mlp_conv.before(hidden)
+        return self.mlp_conv.behind(super()._transform(hidden), kernel)
 
 
 class DFlashDraftModel(nn.Module):
@@ -114,8 +144,9 @@ class DFlashDraftModel(nn.Module):
         super().__init__()
         self.config = config
         self.dflash = dflash = load_config(config.dflash_path)
+        layer = DFlashLayer if dflash.convolution is None else ConvolvedLayer
         self.layers = nn.ModuleList(
-            DFlashLayer(dflash, i, rotary_emb, quant_config)
+            layer(dflash, i, rotary_emb, quant_config)
             for i, rotary_emb in enumerate(rotary_embeddings(dflash))
         )
         self.norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
@@ -137,6 +168,8 @@ class DFlashDraftModel(nn.Module):
             self.markov_head = KINDS[dflash.markov.kind](dflash, dflash.markov)
         if dflash.confidence is not None:
             self.confidence_head = ConfidenceHead(dflash, dflash.confidence)
+        if dflash.selector is not None:
+            self.candidate_selector = CandidateSelector(dflash, dflash.selector)
         self.vocabulary: Vocabulary
         self.predictor: Predictor
         self.weigh: bool
@@ -151,12 +184,10 @@ class DFlashDraftModel(nn.Module):
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
-        confidence = getattr(self, "confidence_head", None)
-        if self.dflash.markov is None:
-            self.predictor = Independent(self.vocabulary, confidence)
-        else:
-            heads = self.markov_head, confidence
-            self.predictor = Chain(self.dflash, *heads, self.vocabulary, width)
+        self.predictor = self._predictor(width)
+        for module in self.modules():
+            if isinstance(module, BlockConvolution):
+                module.width = width
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
@@ -173,6 +204,15 @@ class DFlashDraftModel(nn.Module):
         mapped = self.dflash.vocabulary_map
         if self.dflash.draft_vocab_size is not None and not mapped and is_copy(self.lm_head, head):
             del self.lm_head
+
+    def _predictor(self, width: int) -> Predictor:
+        """The choice of tokens that belongs to the draft's heads."""
+        if self.dflash.selector is not None:
+            return Selection(self.dflash, self.candidate_selector, self.vocabulary, width)
+        confidence = getattr(self, "confidence_head", None)
+        if self.dflash.markov is None:
+            return Independent(self.vocabulary, confidence)
+        return Chain(self.dflash, self.markov_head, confidence, self.vocabulary, width)
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(

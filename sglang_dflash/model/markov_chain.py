@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Markov
-from sglang_dflash.model.predictor import ConfidenceHead
+from sglang_dflash.model.predictor import ConfidenceHead, fit_rows
 from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
 
 
@@ -30,15 +30,10 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(markov.rank, columns, bias=False)
 
     def fit(self, vocabulary: Vocabulary) -> None:
-        """Keep the rows that this rank needs. The two vocabularies may differ in their padding."""
+        """Keep the rows that this rank needs."""
         first, after = vocabulary.first_id, vocabulary.first_id + vocabulary.columns
-        for weight, start, end in (
-            (self.markov_w1.weight, 0, vocabulary.target_size),
-            (self.markov_w2.weight, first, after),
-        ):
-            if (start, end) != (0, len(weight)):
-                rows = weight.data[start:end]
-                weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
+        fit_rows(self.markov_w1.weight, 0, vocabulary.target_size)
+        fit_rows(self.markov_w2.weight, first, after)
         columns_first = self.markov_w2.weight.data.T.contiguous()  # a third faster on a CPU
         self.markov_w2.weight.data = columns_first.T
 
