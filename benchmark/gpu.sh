@@ -113,6 +113,19 @@ rung_sampled() {
   part 200 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix --temperature 0,1 \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
 }
+rung_families() { # drafts of the other families for the bundled target
+  local drafts="$work/families" started=() each failed=0
+  "$PYTHON" -m training.families --out "$drafts" || return 1
+  for each in "$drafts"/*; do
+    exact "$(basename "$each")" --draft "$each" $(backend fa3) & started+=($!)
+  done
+  for each in "${started[@]}"; do wait "$each" || failed=1; done
+  local sides
+  sides=$(cd "$drafts" && printf ',%s' *)
+  part 400 families "$PYTHON" -m benchmark.sweep --sides "ours$sides" --families "$drafts" \
+    --mix --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/families.json" || failed=1
+  return $failed
+}
 rung_quantised() {
   part 300 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
 }

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang_dflash.kernels import store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import launch_largest
+from sglang_dflash.kernels.biased_argmax import launch_biased_largest
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
 from sglang_dflash.kernels.page_tables import fill_tables
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
@@ -240,6 +241,28 @@ def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
         assert torch.equal(ours[1], value[:, 0])
         if weigh:
             mass = (logits.float() - value).exp().sum(dim=-1)
+            torch.testing.assert_close(ours[2], mass, rtol=1e-4, atol=0)
+
+
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+@pytest.mark.parametrize("rows", [1, 17, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_of_the_largest_biased_logit(rows: int, dtype: torch.dtype) -> None:
+    """Whole numbers, so that every order of sums is exact. Tokens are apart, as in a block."""
+    torch.manual_seed(rows)
+    options: Any = {"device": "cuda", "dtype": torch.int8}
+    logits = torch.randint(-9, 9, (rows, 7, 152_064), **options).to(dtype)[:, 3, :151_936]
+    latent = torch.randint(-1, 2, (rows, 256), **options).to(dtype)
+    weight = torch.randint(-1, 2, (256, 151_936), **options).to(dtype).T
+    biased = logits.float() + latent.float() @ weight.float().T
+    value = biased.amax(dim=-1, keepdim=True)
+    first = (biased == value).float().argmax(dim=-1)
+    for weigh in (False, True):
+        ours = launch_biased_largest(logits, latent, weight, weigh)
+        assert torch.equal(ours[0], first)
+        assert torch.equal(ours[1], value[:, 0])
+        if weigh:
+            mass = (biased - value).exp().sum(dim=-1)
             torch.testing.assert_close(ours[2], mass, rtol=1e-4, atol=0)
 
 

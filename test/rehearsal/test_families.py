@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_dflash.options import VERIFY_WIDTH
-from test.checkpoints import head_weights, write_draft
+from test.checkpoints import convolution_weights, head_weights, selector_weights, write_draft
 from test.rehearsal.device import kernels
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
@@ -24,6 +25,7 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt
 
+DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 BACKENDS = ["fa3", "flashinfer", "triton"]
 Family = tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]  # a draft, how to read it
 
@@ -43,6 +45,20 @@ def dspark(kind: str) -> Family:
     return (config, weights | head_weights(kind)), reading
 
 
+def dflash2() -> Family:
+    """A DFlash 2 draft, as z-lab writes it."""
+    method = {
+        "target_layer_ids": [0, 1],
+        "conv_kernel_size": 3,
+        "conv_group_size": 8,
+        "selector_rank": 16,
+        "selector_top_k": 12,
+    }
+    config, weights = small_draft(architectures=["DFlash2DraftModel"], dflash_config=method)
+    weights |= convolution_weights(taps=3, group=8, layers=1) | selector_weights(rank=16)
+    return (config, weights), {"convolved": 8, "candidates": 12}
+
+
 def served_family(
     small: Path, folder: Path, family: Family, backend: str, **flags: Any
 ) -> tuple[dict[str, Any], Drafts]:
@@ -58,6 +74,14 @@ def served_family(
 def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int) -> None:
     """Batches of one to three requests run in a graph of four, whose other rows are stale."""
     family = dspark(kind)
+    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
+@pytest.mark.parametrize(("backend", "page"), once_each(BACKENDS, [16, 1]))
+def test_dflash2(small: Path, tmp_path: Path, backend: str, page: int) -> None:
+    """A position's convolutions see the positions before it in its own block only."""
+    family = dflash2()
     reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
@@ -89,6 +113,28 @@ def test_the_head_compiles(
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
     kinds = found["sglang_dflash.kernels.biased_argmax:_largest_of_parts"]
     assert any(f"*{short}" in kind for kind in kinds)
+
+
+def test_launches(small: Path, tmp_path: Path) -> None:
+    """docs/performance.md lists the launches inside the graph of a small draft of each family."""
+    families = {
+        "DFlash": (small_draft(), {}),
+        "DSpark, vanilla": dspark("vanilla"),
+        "DSpark, gated": dspark("gated"),
+        "DSpark, rnn": dspark("rnn"),
+        "DFlash 2": dflash2(),
+    }
+    counted = {}
+    for name, (draft, _) in families.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "target").symlink_to(small / "target")
+        write_draft(folder / "draft", *draft)
+        with engine(folder, "fa3", cuda_graph_bs=[4]) as run:
+            [graph] = run.worker.draft_model_runner.graph_runner.graphs.values()
+            counted[name] = len(graph._recording.launches)
+    rows = re.findall(r"^\| ([\w ,]+) \| (\d+) \|$", DOCS.read_text(), re.M)
+    assert counted.items() <= {name: int(count) for name, count in rows}.items()
 
 
 CHAIN = "model.markov_chain:Chain._blocks"
