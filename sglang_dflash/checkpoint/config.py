@@ -43,6 +43,16 @@ class Confidence:
 
 
 @dataclass(frozen=True)
+class PrefixGRU:
+    """A head that corrects each draft's logits by a GRU over the tokens before it (Domino)."""
+
+    emb_dim: int  # width of the correction's inner layer
+    gru_hidden_dim: int
+    pure_prefix: int  # first drafts of a block, whose logits are not corrected
+    shifted: bool  # position j predicts token j + 1, and the last one nothing; else token j
+
+
+@dataclass(frozen=True)
 class DFlashConfig:
     """A DFlash draft as the worker sees it.
 
@@ -82,6 +92,7 @@ class DFlashConfig:
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
     markov: Markov | None = None
     confidence: Confidence | None = None
+    prefix_gru: PrefixGRU | None = None
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
     logit_cap: float | None = None  # soft-capping behind the multiplier
 
@@ -93,6 +104,8 @@ class DFlashConfig:
     @property
     def family(self) -> str:
         """The method by its paper's name."""
+        if self.prefix_gru is not None:
+            return "Domino"
         return "DFlash" if self.markov is None and self.confidence is None else "DSpark"
 
     @property

@@ -26,6 +26,7 @@ from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.markov_chain import KINDS, Chain
 from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
+from sglang_dflash.model.prefix_gru import Correction, PrefixCell, PrefixChain
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary, is_copy, lm_head, token_embedding
 
@@ -138,6 +139,9 @@ class DFlashDraftModel(nn.Module):
             self.markov_head = KINDS[dflash.markov.kind](dflash, dflash.markov)
         if dflash.confidence is not None:
             self.confidence_head = ConfidenceHead(dflash, dflash.confidence)
+        if dflash.prefix_gru is not None:
+            self.prefix_gru = PrefixCell(dflash, dflash.prefix_gru)
+            self.embed_proj = Correction(dflash, dflash.prefix_gru)
         self.vocabulary: Vocabulary
         self.predictor: Predictor
         self.weigh: bool
@@ -152,12 +156,7 @@ class DFlashDraftModel(nn.Module):
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
-        confidence = getattr(self, "confidence_head", None)
-        if self.dflash.markov is None:
-            self.predictor = Independent(self.vocabulary, confidence)
-        else:
-            heads = self.markov_head, confidence
-            self.predictor = Chain(self.dflash, *heads, self.vocabulary, width)
+        self.predictor = self._predictor(width)
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
@@ -174,6 +173,16 @@ class DFlashDraftModel(nn.Module):
         mapped = self.dflash.vocabulary_map
         if self.dflash.draft_vocab_size is not None and not mapped and is_copy(self.lm_head, head):
             del self.lm_head
+
+    def _predictor(self, width: int) -> Predictor:
+        config, vocabulary = self.dflash, self.vocabulary
+        if config.prefix_gru is not None:
+            gru, heads = config.prefix_gru, (self.prefix_gru, self.embed_proj)
+            return PrefixChain(config, gru, *heads, self._embed_tokens, vocabulary, width)
+        confidence = getattr(self, "confidence_head", None)
+        if config.markov is not None:
+            return Chain(config, self.markov_head, confidence, vocabulary, width)
+        return Independent(vocabulary, confidence)
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(
@@ -199,10 +208,13 @@ class DFlashDraftModel(nn.Module):
         windows = [view.window for view in self.dflash.attention if view.window is not None]
         return max(windows) - 1 if windows else None
 
+    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """Embed tokens of a text. The mask's own embedding does not apply to them."""
+        hidden: Tensor = self.vocabulary.embed(token_ids)
+        return hidden if self._embedding_factor == 1.0 else hidden * self._embedding_factor
+
     def _embed(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self.vocabulary.embed(input_ids)
-        if self._embedding_factor != 1.0:
-            hidden = hidden * self._embedding_factor
+        hidden = self._embed_tokens(input_ids)
         if self.dflash.mask_embedding:
             is_mask = (input_ids == self.dflash.mask_token_id)[:, None]
             hidden = torch.where(is_mask, self.mask_embedding.to(hidden.dtype), hidden)
