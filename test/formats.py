@@ -325,6 +325,14 @@ def normalised_domino() -> Case:
     return config, weights, replace(semantics, **factors)
 
 
+def masked_domino() -> Case:
+    """The embedding of the mask is for the body alone. The GRU reads a drafted mask as a token."""
+    config, weights, semantics = domino()
+    _, masked_weights, with_mask = masked(False)
+    weights["mask_embedding.pt"] = masked_weights["mask_embedding.pt"]
+    return config, weights, replace(semantics, mask_embedding=with_mask.mask_embedding)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "zlab": zlab,
     "zlab model. prefix": prefixed,
@@ -375,6 +383,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Domino shifted, pure 1": lambda: domino(shift_label=True, pure_draft_prefix_len=1),
     "Domino pure 3, logit_head.": lambda: domino("logit_head.", pure_draft_prefix_len=3),
     "Domino normalised": normalised_domino,
+    "Domino mask embedding": masked_domino,
 }
 
 
