@@ -48,13 +48,13 @@ class Correction(nn.Sequential):
         self.hidden_size = config.hidden_size
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first layer's parts of the hidden state, [E, H], and of the GRU state, [E, G].
+        """The parts of the first layer, [E, H] and transposed [G, E], and the second, [columns, E].
 
-        The last is the second layer, [columns, E].
+        The first part is of the hidden state, the second one of the GRU state.
         """
         inner = self.get_parameter("0.weight")
         size = self.hidden_size
-        return inner[:, :size], inner[:, size:], self.get_parameter("2.weight")
+        return inner[:, :size], inner[:, size:].T, self.get_parameter("2.weight")
 
 
 class PrefixChain(InOrder):
@@ -95,7 +95,7 @@ class PrefixChain(InOrder):
             if n < self._pure_prefix:
                 draft = vocabulary.largest(logits[:, n], weigh)
             else:
-                inner = F.silu(torch.addmm(of_hidden[:, n], state, by_state.T))
+                inner = F.silu(torch.addmm(of_hidden[:, n], state, by_state))
                 draft = vocabulary.biased_largest(logits[:, n], inner, outer, weigh)
             drafts.append(draft)
             token = draft.ids
