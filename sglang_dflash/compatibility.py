@@ -97,22 +97,15 @@ def _check_quantization(server_args: ServerArgs, draft: DFlashConfig) -> None:
 
 
 def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
-    sliding = [view for view in draft.attention if view.window is not None]
-    if not sliding:
+    if all(view.window is None for view in draft.attention):
         return
-    platform = platform_of(server_args)
-    if not platform.anchored_windows and any(view.anchored for view in sliding):
-        raise Refusal(
-            f"The sliding windows of the draft {draft.path} count from the anchor, and no CUDA "
-            "backend of this SGLang computes such windows.",
-            "Use a z-lab draft of this target.",
-        )
     backend = server_args.speculative_draft_attention_backend
-    if backend not in platform.sliding_drafts:
+    able = platform_of(server_args).sliding_drafts
+    if backend not in able:
         raise Refusal(
             f"The draft {draft.path} has sliding-window layers, and {backend} does not compute "
             "them correctly without causality.",
-            f"Give --speculative-draft-attention-backend {platform.sliding_drafts[0]}.",
+            f"Give --speculative-draft-attention-backend {' or '.join(able)}.",
         )
 
 

@@ -19,7 +19,6 @@ class Platform:
     latent_attention: bool  # MLA targets
     quantised_weights: bool
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
-    anchored_windows: bool  # windows that count back from the anchor
 
 
 PLATFORMS = {
@@ -31,8 +30,7 @@ PLATFORMS = {
         unequal_widths=False,
         latent_attention=True,
         quantised_weights=True,
-        sliding_drafts=("triton",),
-        anchored_windows=False,
+        sliding_drafts=("triton", "fa3"),
     ),
     "cpu": Platform(
         attention_backends=("torch_native",),
@@ -42,7 +40,6 @@ PLATFORMS = {
         latent_attention=False,
         quantised_weights=False,
         sliding_drafts=("torch_native",),
-        anchored_windows=True,
     ),
 }
 

@@ -160,6 +160,34 @@ def domino_weights(seed: int = 7) -> dict[str, Tensor]:
     }
 
 
+def convolution_weights(taps: int, group: int, layers: int = 2, seed: int = 7) -> dict[str, Tensor]:
+    """Random convolutions of a DFlash 2 draft. They keep the most of what they read."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        for name in ("attention_conv", "mlp_conv"):
+            base = 0.4 * torch.randn(2, taps, HIDDEN, generator=rng)
+            base[:, 0] += 1
+            rows = 2 * taps * HIDDEN // group
+            projection = 0.3 * torch.randn(rows, HIDDEN, generator=rng) / HIDDEN**0.5
+            weights[f"layers.{layer}.{name}.base_kernel"] = base
+            weights[f"layers.{layer}.{name}.kernel_projection.weight"] = projection
+    return weights
+
+
+def selector_weights(
+    rank: int = 16, suffix: str = "", rows: int = VOCAB, seed: int = 8
+) -> dict[str, Tensor]:
+    """Random weights of a DFlash 2 draft's selector, large enough to change most drafts."""
+    rng = torch.Generator().manual_seed(seed)
+    prefix = "candidate_selector."
+    return {
+        f"{prefix}predecessor_codebook{suffix}": 2 * torch.randn(rows, rank, generator=rng),
+        f"{prefix}successor_codebook{suffix}": torch.randn(rows, rank, generator=rng) / rank**0.5,
+        f"{prefix}hidden_projection.weight": torch.randn(rank, HIDDEN, generator=rng) / HIDDEN**0.5,
+    }
+
+
 def write_draft(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

@@ -15,10 +15,12 @@ from test.checkpoints import (
     MASK,
     STATE,
     VOCAB,
+    convolution_weights,
     domino_weights,
     draft_config,
     draft_weights,
     head_weights,
+    selector_weights,
     speculators_draft,
     write_draft,
 )
@@ -333,6 +335,76 @@ def masked_domino() -> Case:
     return config, weights, replace(semantics, mask_embedding=with_mask.mask_embedding)
 
 
+CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
+SELECTOR = {"selector_rank": 16, "selector_top_k": 12}
+
+
+def dflash2(
+    convolved: bool = True, selected: bool = True, place: str = "dflash_config", **method: Any
+) -> Case:
+    """What z-lab writes. Its own class saves the codebooks with `.weight`."""
+    fields = (CONVOLUTION if convolved else {}) | (SELECTOR if selected else {})
+    changes = fields if place == "top" else {"dflash_config": fields | method}
+    config, weights, semantics = zlab(architectures=["DFlash2DraftModel"], **changes)
+    if convolved:
+        weights |= convolution_weights(taps=3, group=8)
+    if selected:
+        weights |= selector_weights(suffix=".weight" if place == "top" else "")
+    parts: dict[str, Any] = {
+        "convolved": 8 if convolved else None,
+        "candidates": 12 if selected else None,
+    }
+    return config, weights, replace(semantics, **parts)
+
+
+def capped_dflash2() -> Case:
+    config, weights, semantics = dflash2(final_logit_softcapping=4.0, output_multiplier=0.5)
+    return config, weights, replace(semantics, logit_multiplier=0.5, logit_cap=4.0)
+
+
+def padded_dflash2() -> Case:
+    """The draft's vocabulary has 24 rows more than the target's."""
+    config, weights, semantics = dflash2(convolved=False)
+    config["vocab_size"] = VOCAB + 24
+    return config, weights | selector_weights(rows=VOCAB + 24), semantics
+
+
+def many_candidates() -> Case:
+    """More than the second of two ranks has tokens."""
+    config, weights, semantics = dflash2(convolved=False, selector_top_k=100)
+    return config, weights, replace(semantics, candidates=100)
+
+
+def published_dflash2() -> Case:
+    """Every layer slides without causality, and the logits are capped."""
+    config, weights, semantics = dflash2(final_logit_softcapping=6.0, input_embedding_scale=3.5)
+    config |= {
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 12,
+        "use_sliding_window": True,
+        "is_causal": False,
+    }
+    layers: list[tuple[str, int | None, bool]] = [("zlab", 12, False)] * 2
+    return config, weights, replace(semantics, layers=layers, logit_cap=6.0, embedding_scale=3.5)
+
+
+def dflash2_of_speculators(from_anchor: bool = False) -> Case:
+    """What speculators writes: its defaults are 2 taps, groups of 16, and blocks not causal."""
+    config, weights, semantics = speculators(
+        own_embedding=False,
+        # Without use_sliding_window, Transformers' Qwen3Config drops the window.
+        body={"layer_types": SLIDING, "sliding_window": 12, "use_sliding_window": True},
+        speculators_model_type="dflash2",
+        architectures=["DFlash2DraftModel"],
+        selector_rank=24,
+        sample_from_anchor=from_anchor,
+    )
+    weights |= convolution_weights(taps=2, group=16) | selector_weights(rank=24)
+    layers = [("speculators", 12, False), ("full", None, False)]
+    parts: dict[str, Any] = {"convolved": 16, "candidates": 16, "sample_from_anchor": from_anchor}
+    return config, weights, replace(semantics, layers=layers, **parts)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "zlab": zlab,
     "zlab model. prefix": prefixed,
@@ -384,6 +456,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "Domino pure 3, logit_head.": lambda: domino("logit_head.", pure_draft_prefix_len=3),
     "Domino normalised": normalised_domino,
     "Domino mask embedding": masked_domino,
+    "DFlash 2": dflash2,
+    "DFlash 2 at the top level": lambda: dflash2(place="top"),
+    "DFlash 2 convolutions": lambda: dflash2(selected=False),
+    "DFlash 2 selector": lambda: dflash2(convolved=False),
+    "DFlash 2 padded vocabulary": padded_dflash2,
+    "DFlash 2 many candidates": many_candidates,
+    "DFlash 2 cap, multiplier": capped_dflash2,
+    "DFlash 2 sliding, cap, scale": published_dflash2,
+    "speculators DFlash 2": dflash2_of_speculators,
+    "speculators DFlash 2 from the anchor": lambda: dflash2_of_speculators(from_anchor=True),
 }
 
 

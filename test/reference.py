@@ -5,6 +5,7 @@ No KV cache: every call recomputes the whole context from the target's hidden st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,9 @@ class Semantics:
     markov: str | None = None  # kind of the Markov head
     confidence: str | None = None  # what its head reads: "hidden" or "hidden and row"
     domino: Domino | None = None
+    convolved: int | None = None  # channels that share a kernel
+    candidates: int | None = None  # of each position, for the selector
+    edges_read_hidden: bool = True
 
     @classmethod
     def of_zlab(cls, config: dict[str, Any], **changes: Any) -> Semantics:
@@ -134,7 +138,7 @@ def draft_and_weigh(
     width: int | None = None,
     first: int = 0,
 ) -> tuple[list[int], list[float]]:
-    """The drafts of `draft_block`, and what their confidence head says of each."""
+    """The drafts of `draft_block`, and what their confidence head or selector says of each."""
     n, s = width or semantics.block_size, semantics
     context, anchor = ids[:-1], ids[-1]
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
@@ -161,6 +165,9 @@ def draft_and_weigh(
         if i == 0 and not s.sample_from_anchor:
             continue
         draft = int((base[i] + bias).argmax())
+        if s.candidates is not None:
+            draft, weight = _selected(s, weights, h[i], base[i], token)
+            confidences.append(weight)
         token = draft + int(weights["d2t"][draft]) if "d2t" in weights else draft
         tokens.append(token)
         if s.confidence is not None:
@@ -193,6 +200,38 @@ def _domino(
             logits = logits + weights["embed_proj.2.weight"] @ torch.nn.functional.silu(inner)
         drafts.append(int(logits.argmax()))
     return drafts
+
+
+def _selected(
+    s: Semantics, weights: dict[str, Tensor], hidden: Tensor, logits: Tensor, before: int
+) -> tuple[int, float]:
+    """DFlash 2's rule: the best of the likeliest tokens behind `before`, and its share of them."""
+    prefix = "candidate_selector."
+    w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    w = {k.replace("codebook.weight", "codebook"): v for k, v in w.items()}
+    gate = w["hidden_projection.weight"] @ hidden
+    row = w["predecessor_codebook"][before]
+    scores = {}
+    for token in logits.argsort(descending=True)[: s.candidates].tolist():
+        product = row * w["successor_codebook"][token]
+        edge = (product * gate).sum() if s.edges_read_hidden else product.sum()
+        scores[token] = float(logits[token] + edge)
+    best = max(scores, key=lambda token: scores[token])
+    return best, 1 / sum(math.exp(score - scores[best]) for score in scores.values())
+
+
+def _convolved(s: Semantics, x: Tensor, base: Tensor, of_hidden: Tensor) -> Tensor:
+    """DFlash 2's rule: position i reads positions i, i - 1, .. of its block.
+
+    x: [n, H]; base: [taps, H]; of_hidden: [n, taps, groups].
+    """
+    assert s.convolved is not None
+    y = torch.zeros_like(x)
+    for i in range(len(x)):
+        for tap in range(min(len(base), i + 1)):
+            kernel = base[tap] + of_hidden[i, tap].repeat_interleave(s.convolved)
+            y[i] += kernel * x[i - tap]
+    return y
 
 
 def _markov(
@@ -234,6 +273,7 @@ def _layer(
         return out.view(-1, count, s.head_dim)
 
     h = _norm(x, w["input_layernorm.weight"], s.eps)
+    h, behind = _before(s, w, "attention_conv", h)
     q = _norm(project(h, "q", s.heads), w["self_attn.q_norm.weight"], s.eps)
     source, at = torch.cat([c, h]), torch.cat([context_at, block_at])
     k = _norm(project(source, "k", s.kv_heads), w["self_attn.k_norm.weight"], s.eps)
@@ -246,7 +286,20 @@ def _layer(
         score = (q[:, head] @ k[:, kv].T) * s.head_dim**-0.5
         out[:, head] = score.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, kv]
     o = out.flatten(1) @ w["self_attn.o_proj.weight"].T
-    x = x + o + w.get("self_attn.o_proj.bias", torch.zeros(()))
+    x = x + behind(o + w.get("self_attn.o_proj.bias", torch.zeros(())))
     h = _norm(x, w["post_attention_layernorm.weight"], s.eps)
+    h, behind = _before(s, w, "mlp_conv", h)
     gate = torch.nn.functional.silu(h @ w["mlp.gate_proj.weight"].T)
-    return x + (gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    return x + behind((gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T)
+
+
+def _before(
+    s: Semantics, w: dict[str, Tensor], name: str, x: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A sublayer's input, and what is done to its output."""
+    if s.convolved is None:
+        return x, lambda z: z
+    base = w[f"{name}.base_kernel"]
+    kernels = (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+    y = _convolved(s, x, base[0], kernels[:, 0])
+    return y, lambda z: _convolved(s, z, base[1], kernels[:, 1])

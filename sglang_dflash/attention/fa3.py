@@ -64,10 +64,17 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     Without it, each layer launches a kernel that divides the same lengths among the same programs.
     A sliding window has another division, which SGLang also leaves to the layer. MLA has a second
     query, for which the shape cannot be given here.
+
+    SGLang closes every sliding window to the right. A draft's layer that is not causal sees the
+    whole block, so its window is opened.
     """
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
-    if schedules is None or "qv" in given or given["window_size"] != (-1, -1):
+    if schedules is None or "qv" in given:
         return original(*args, **given)
+    left, _ = given["window_size"]
+    if left >= 0:
+        open_right = {} if given["causal"] else {"window_size": (left, -1)}
+        return original(*args, **given | open_right)
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     shape = {
         "num_heads": q.shape[-2],

@@ -18,6 +18,18 @@ class LayerAttention:
     # which ends at the position and includes it.
     anchored: bool = False
 
+    @property
+    def left(self) -> int | None:
+        """Tokens before a position that it may attend to, as backends count a window.
+
+        Most backends give each position a window of its own. For them, an anchored window of W is
+        that of the anchor, so position j misses the j farthest of W tokens. This changes drafts
+        only, never the output.
+        """
+        if self.window is None:
+            return None
+        return self.window if self.anchored else self.window - 1
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -50,6 +62,22 @@ class PrefixGRU:
     gru_hidden_dim: int
     pure_prefix: int  # first drafts of a block, whose logits are not corrected
     shifted: bool  # position j predicts token j + 1, and the last one nothing; else token j
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Causal convolutions along the block, around both sublayers of every layer (DFlash 2)."""
+
+    taps: int  # positions that one reads: the position itself and those before it
+    group: int  # channels that share what a kernel gets from the hidden state
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A head that picks each draft among the likeliest tokens, by the draft before (DFlash 2)."""
+
+    rank: int
+    top_k: int  # candidates of a position
 
 
 @dataclass(frozen=True)
@@ -93,6 +121,8 @@ class DFlashConfig:
     markov: Markov | None = None
     confidence: Confidence | None = None
     prefix_gru: PrefixGRU | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
     logit_cap: float | None = None  # soft-capping behind the multiplier
 
@@ -106,6 +136,8 @@ class DFlashConfig:
         """The method by its paper's name."""
         if self.prefix_gru is not None:
             return "Domino"
+        if self.convolution is not None or self.selector is not None:
+            return "DFlash 2"
         return "DFlash" if self.markov is None and self.confidence is None else "DSpark"
 
     @property

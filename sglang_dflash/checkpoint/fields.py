@@ -23,12 +23,17 @@ class Fields:
     def __init__(self, raw: dict[str, Any], file: str, section: str | None = None) -> None:
         """raw: the object. file, section: its place, by which refusals name it."""
         self.raw = raw
-        self._file = file
+        self._file, self._section = file, section
         self._place = f"The file {file}" if section is None else f"The section {section} of {file}"
 
     def refuse(self, what: str, fix: str = CORRECT_CONFIG) -> Refusal:
         """A refusal to raise. `what` begins with a verb, and this object is its subject."""
         return Refusal(f"{self._place} {what}.", fix)
+
+    def with_defaults(self, defaults: dict[str, Any]) -> Fields:
+        """The fields of this object, and a value for each one that is absent."""
+        stated = {key: value for key, value in self.raw.items() if value is not None}
+        return Fields(defaults | stated, self._file, self._section)
 
     def must_be(self, key: str, *served: str) -> None:
         """The field must be absent or have one of these values, because no others are served."""

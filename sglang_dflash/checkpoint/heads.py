@@ -1,8 +1,8 @@
-"""Fields of a DSpark draft's heads. Its publishers share them."""
+"""Fields of DSpark and DFlash 2 drafts beside those of DFlash. Their publishers share them."""
 
 from __future__ import annotations
 
-from sglang_dflash.checkpoint.config import Confidence, Markov
+from sglang_dflash.checkpoint.config import Confidence, Convolution, Markov, Selector
 from sglang_dflash.checkpoint.fields import Fields
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -36,3 +36,47 @@ def read_confidence(
     if with_markov and markov is None:
         raise fields.refuse("has confidence_head_with_markov, but markov_rank 0")
     return Confidence(with_markov)
+
+
+def read_convolution(fields: Fields, hidden_size: int, draft_width: int) -> Convolution | None:
+    """The convolutions of a DFlash 2 draft, or None.
+
+    hidden_size, draft_width: the draft's. speculators refuses more taps than positions, too.
+    """
+    stated = _pair(fields, "conv_kernel_size", "conv_group_size")
+    if stated is None:
+        return None
+    taps, group = stated
+    if hidden_size % group:
+        raise fields.refuse(
+            f"has conv_group_size = {group}, which does not divide hidden_size = {hidden_size}"
+        )
+    if taps > draft_width:
+        raise fields.refuse(
+            f"has conv_kernel_size = {taps}, which is more than block_size = {draft_width}"
+        )
+    return Convolution(taps, group)
+
+
+def read_selector(fields: Fields, vocab_size: int) -> Selector | None:
+    """The candidate selector of a DFlash 2 draft, or None. vocab_size: the target's."""
+    stated = _pair(fields, "selector_rank", "selector_top_k")
+    if stated is None:
+        return None
+    rank, top_k = stated
+    if top_k > vocab_size:
+        raise fields.refuse(
+            f"has selector_top_k = {top_k}, which is more than vocab_size = {vocab_size}"
+        )
+    return Selector(rank, top_k)
+
+
+def _pair(fields: Fields, one: str, other: str) -> tuple[int, int] | None:
+    """Two positive integers, or None if both are absent."""
+    first, second = fields.optional_positive(one), fields.optional_positive(other)
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        stated, absent = (other, one) if first is None else (one, other)
+        raise fields.refuse(f"has {stated} but no {absent}")
+    return first, second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint import domino, dspark
+from sglang_dflash.checkpoint import dflash2, domino, dspark
 from sglang_dflash.errors import Refusal
 
 
@@ -31,8 +31,10 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
             )
         return Refusal(f"The file {file} describes {other}, which is another method.", fix)
 
-    if "dflash2" in name or any(key.startswith(("selector_", "conv_")) for key in keys):
-        return refused("a DFlash 2 checkpoint (candidate selector and convolutions)")
+    served = dflash2.matches(raw) and projector == "dflash"
+    of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
+    if kind != "dflash2" and not served and (of_two or "dflash2" in name):
+        return refused("a DFlash 2 checkpoint of an unknown form")
     if domino.matches(raw) or dspark.matches(raw) or kind == "dspark":
         return None
     if "domino" in name:

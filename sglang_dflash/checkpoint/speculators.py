@@ -1,29 +1,42 @@
-"""Checkpoints of the speculators library: `speculators_model_type` dflash or dspark.
+"""Checkpoints of the speculators library: `speculators_model_type` dflash, dspark or dflash2.
 
 Its layer ids are indices into Transformers' `hidden_states`, one more than z-lab's. Its drafts may
 have a smaller vocabulary: `d2t` holds the *offset* from a draft id to the target's id. Its sliding
 windows count back from the anchor for the whole block. They are causal in the block unless
-`sliding_window_non_causal` is true.
+`sliding_window_non_causal` is true, which is the default of DFlash 2 alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint.config import Confidence, DFlashConfig, LayerAttention, Markov
+from sglang_dflash.checkpoint import dflash2
+from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
-from sglang_dflash.checkpoint.heads import read_confidence, read_markov
+from sglang_dflash.checkpoint.heads import (
+    read_confidence,
+    read_convolution,
+    read_markov,
+    read_selector,
+)
 from sglang_dflash.checkpoint.tensors import Tensors
 
 # The defaults of the library.
 DEFAULT_DRAFT_WIDTH = 8
 DEFAULT_DRAFT_VOCAB_SIZE = 32000
 DEFAULT_MARKOV_RANK = 256
+DEFAULTS_OF_DFLASH2 = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 
 
 def matches(raw: dict[str, Any]) -> bool:
     """Whether a config.json is of this format."""
-    return raw.get("speculators_model_type") in ("dflash", "dspark")
+    return raw.get("speculators_model_type") in ("dflash", "dspark", "dflash2")
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
@@ -47,7 +60,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     window = body.window()
     if SLIDING in layer_types and window is None:
         raise body.refuse("has sliding_attention layers but no sliding_window")
-    causal = not top.boolean("sliding_window_non_causal", False)
+    kind = raw["speculators_model_type"]
+    causal = not top.boolean("sliding_window_non_causal", kind == "dflash2")
     views = {
         SLIDING: LayerAttention(causal=causal, window=window, anchored=True),
         FULL: LayerAttention(),
@@ -59,12 +73,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         raise top.refuse(
             f"has draft_vocab_size {draft_vocab_size} of {vocab_size} but no lm_head.weight"
         )
-    markov: Markov | None = None
-    confidence: Confidence | None = None
-    if raw["speculators_model_type"] == "dspark":
-        markov = read_markov(top, DEFAULT_MARKOV_RANK)
-        confidence = read_confidence(top, markov, enabled=True, with_markov=True)
-    return DFlashConfig(
+    plain = DFlashConfig(
         path=path,
         format=name,
         draft_width=top.optional_positive("block_size") or DEFAULT_DRAFT_WIDTH,
@@ -90,14 +99,39 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         vocabulary_map="d2t" in tensors,
         mask_embedding=tensors.has_file("mask_embedding.pt"),
         quantization=top.optional_object("quantization_config"),
-        markov=markov,
-        confidence=confidence,
+    )
+    if kind == "dspark":
+        return _with_heads(plain, top)
+    if kind == "dflash2":
+        if {draft_vocab_size, rows or vocab_size} != {vocab_size}:
+            raise top.refuse(
+                f"has draft_vocab_size {draft_vocab_size} of {vocab_size}, and a DFlash 2 draft "
+                "has the target's vocabulary"
+            )
+        return _with_parts(plain, top)
+    return plain
+
+
+def _with_heads(plain: DFlashConfig, top: Fields) -> DFlashConfig:
+    """The draft with the heads of DSpark."""
+    markov = read_markov(top, DEFAULT_MARKOV_RANK)
+    confidence = read_confidence(top, markov, enabled=True, with_markov=True)
+    return replace(plain, markov=markov, confidence=confidence)
+
+
+def _with_parts(plain: DFlashConfig, top: Fields) -> DFlashConfig:
+    """The draft with the convolutions and the selector of DFlash 2."""
+    fields = top.with_defaults(DEFAULTS_OF_DFLASH2)
+    return replace(
+        plain,
+        convolution=read_convolution(fields, plain.hidden_size, plain.draft_width),
+        selector=read_selector(fields, plain.vocab_size),
     )
 
 
 def rename(name: str) -> str:
     """The draft model's name of the checkpoint's tensor `name`."""
-    return name.removeprefix("model.")
+    return dflash2.rename(name)
 
 
 def verifier_of(raw: dict[str, Any]) -> str | None:

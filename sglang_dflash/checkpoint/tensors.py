@@ -116,8 +116,14 @@ def expected(config: DFlashConfig) -> dict[str, Shape]:
 
 
 def _expected_in_heads(config: DFlashConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of the heads that choose or weigh drafts."""
+    """Name and shape of every tensor of the heads that choose and weigh drafts."""
     shapes: dict[str, Shape] = {}
+    if config.selector is not None:
+        codebook = (config.vocab_size, config.selector.rank)
+        shapes["candidate_selector.predecessor_codebook"] = codebook
+        shapes["candidate_selector.successor_codebook"] = codebook
+        projection = (config.selector.rank, config.hidden_size)
+        shapes["candidate_selector.hidden_projection.weight"] = projection
     hidden, rank = config.hidden_size, 0
     columns = config.draft_vocab_size or config.vocab_size
     if config.markov is not None:
@@ -164,6 +170,11 @@ def _expected_in_layer(config: DFlashConfig) -> dict[str, Shape]:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             outputs = shapes[f"self_attn.{name}.weight"][0]
             shapes[f"self_attn.{name}.bias"] = (outputs,)
+    if config.convolution is not None:
+        taps, groups = config.convolution.taps, hidden // config.convolution.group
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return shapes
 
 

@@ -20,11 +20,11 @@ def launch_biased_largest(
     """Find the largest of `logits + latent @ weight.T` for each token.
 
     logits: [n, V] of a float type; latent: [n, r]; weight: [V, r], both of another float type; the
-    last dimension of each is contiguous; weigh: compute the mass, too. NaN counts as infinity. The
-    weight is read once for every 16 tokens.
+    last dimension of logits and latent is contiguous; weigh: compute the mass, too. NaN counts as
+    infinity. The weight is read once for every 16 tokens.
     """
     tokens, size = logits.shape
-    assert logits.stride(1) == latent.stride(1) == weight.stride(1) == 1
+    assert logits.stride(1) == latent.stride(1) == 1
     groups, most_parts = triton.cdiv(tokens, TOKENS), triton.cdiv(size, COLUMNS)
     most_parts = min(most_parts, PROGRAMS)
     parts = min(most_parts, triton.cdiv(PROGRAMS, max(groups, 1)))
@@ -38,7 +38,7 @@ def launch_biased_largest(
         *partial,
         logits.stride(0),
         latent.stride(0),
-        weight.stride(0),
+        *weight.stride(),
         tokens,
         size,
         rank,
@@ -62,9 +62,9 @@ def biased_largest_in_torch(
 
 @wrap_torch_function(lambda logits, latent, weight: (logits, latent, weight))
 def _largest(logits: Tensor, latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and value in one call for a torch function mode."""
-    column, value, _ = largest_in_torch(_biased(logits, latent, weight))
-    return column, value
+    """Column and value in one call for a torch function mode, by NumPy as in `argmax`."""
+    biased = _biased(logits, latent, weight).numpy()
+    return torch.from_numpy(biased.argmax(axis=-1)), torch.from_numpy(biased.max(axis=-1))
 
 
 def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
@@ -83,6 +83,7 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     logits_stride,  # of a token
     latent_stride,  # of a token
     weight_stride,  # of a column
+    rank_stride,
     tokens,  # n
     size,  # V
     rank,  # r
@@ -104,7 +105,7 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         inside = column < size
         row = column.to(tl.int64)[:, None]
         known = inside[:, None] & (at < rank)[None, :]
-        matrix = tl.load(weight + row * weight_stride + at[None, :], known, 0.0)
+        matrix = tl.load(weight + row * weight_stride + at[None, :] * rank_stride, known, 0.0)
         bias = tl.dot(matrix, mixed, input_precision="ieee")
         both = inside[:, None] & real[None, :]
         logit = tl.load(logits + token[None, :] * logits_stride + row, both, float("-inf"))

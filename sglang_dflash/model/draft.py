@@ -24,6 +24,8 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.model.candidate_selector import CandidateSelector, Selection
+from sglang_dflash.model.convolution import BlockConvolution
 from sglang_dflash.model.markov_chain import KINDS, Chain
 from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
 from sglang_dflash.model.prefix_gru import Correction, PrefixCell, PrefixChain
@@ -60,8 +62,7 @@ class DFlashAttention(nn.Module):
             scaling=dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             layer_id=layer_id,
-            # SGLang counts the tokens to the left; its window of 0 would mean none
-            sliding_window_size=-1 if view.window is None else view.window - 1,
+            sliding_window_size=-1 if view.left is None else view.left,
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
         self.attn.anchored = (
@@ -98,9 +99,37 @@ class DFlashLayer(nn.Module):
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, batch)
+        hidden = self._attend(positions, hidden, batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        return self._transform(hidden), residual
+
+    def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        output: Tensor = self.self_attn(positions, hidden, batch)
+        return output
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.mlp(hidden)
+        return output
+
+
+class ConvolvedLayer(DFlashLayer):
+    """A layer whose sublayers have a convolution before and behind them (DFlash 2)."""
+
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
+    ) -> None:
+        super().__init__(config, layer_id, rotary_emb, quant)
+        assert config.convolution is not None
+        self.attention_conv = BlockConvolution(config.hidden_size, config.convolution)
+        self.mlp_conv = BlockConvolution(config.hidden_size, config.convolution)
+
+    def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        hidden, kernel = self.attention_conv.before(hidden)
+        return self.attention_conv.behind(super()._attend(positions, hidden, batch), kernel)
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        hidden, kernel = self.mlp_conv.before(hidden)
+        return self.mlp_conv.behind(super()._transform(hidden), kernel)
 
 
 class DFlashDraftModel(nn.Module):
@@ -116,8 +145,9 @@ class DFlashDraftModel(nn.Module):
         super().__init__()
         self.config = config
         self.dflash = dflash = load_config(config.dflash_path)
+        layer = DFlashLayer if dflash.convolution is None else ConvolvedLayer
         self.layers = nn.ModuleList(
-            DFlashLayer(dflash, i, rotary_emb, quant_config)
+            layer(dflash, i, rotary_emb, quant_config)
             for i, rotary_emb in enumerate(rotary_embeddings(dflash))
         )
         self.norm = RMSNorm(dflash.hidden_size, eps=dflash.rms_norm_eps)
@@ -142,6 +172,8 @@ class DFlashDraftModel(nn.Module):
         if dflash.prefix_gru is not None:
             self.prefix_gru = PrefixCell(dflash, dflash.prefix_gru)
             self.embed_proj = Correction(dflash, dflash.prefix_gru)
+        if dflash.selector is not None:
+            self.candidate_selector = CandidateSelector(dflash, dflash.selector)
         self.vocabulary: Vocabulary
         self.predictor: Predictor
         self.weigh: bool
@@ -157,6 +189,9 @@ class DFlashDraftModel(nn.Module):
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
         self.predictor = self._predictor(width)
+        for module in self.modules():
+            if isinstance(module, BlockConvolution):
+                module.width = width
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
         scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
@@ -175,7 +210,10 @@ class DFlashDraftModel(nn.Module):
             del self.lm_head
 
     def _predictor(self, width: int) -> Predictor:
+        """The choice of tokens that belongs to the draft's heads."""
         config, vocabulary = self.dflash, self.vocabulary
+        if config.selector is not None:
+            return Selection(config, self.candidate_selector, vocabulary, width)
         if config.prefix_gru is not None:
             gru, heads = config.prefix_gru, (self.prefix_gru, self.embed_proj)
             return PrefixChain(config, gru, *heads, self._embed_tokens, vocabulary, width)
@@ -205,8 +243,8 @@ class DFlashDraftModel(nn.Module):
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Tokens to the left in the widest window. SGLang's Triton backend lists KV for it."""
-        windows = [view.window for view in self.dflash.attention if view.window is not None]
-        return max(windows) - 1 if windows else None
+        lefts = [view.left for view in self.dflash.attention if view.left is not None]
+        return max(lefts, default=None)
 
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Embed tokens of a text. The mask's own embedding does not apply to them."""

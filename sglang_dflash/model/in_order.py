@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.model.predictor import fit_rows
 from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
 
 
@@ -51,8 +51,8 @@ class InOrder:
         return logits.view(*hidden.shape[:2], self._vocabulary.columns)
 
 
-def keep_rows(weight: Tensor, first: int, count: int) -> None:
-    """Keep `count` rows of a matrix. Rows that it does not have are zero."""
-    if (first, count) != (0, len(weight)):
-        rows = weight.data[first : first + count]
-        weight.data = F.pad(rows, (0, 0, 0, count - len(rows)))
+def fit_output(weight: Tensor, vocabulary: Vocabulary) -> None:
+    """Keep this rank's rows of a matrix onto the logits."""
+    fit_rows(weight, vocabulary.first_id, vocabulary.first_id + vocabulary.columns)
+    columns_first = weight.data.T.contiguous()  # a third faster on a CPU
+    weight.data = columns_first.T

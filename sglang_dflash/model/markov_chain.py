@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Markov
-from sglang_dflash.model.in_order import InOrder, keep_rows
-from sglang_dflash.model.predictor import ConfidenceHead
+from sglang_dflash.model.in_order import InOrder, fit_output
+from sglang_dflash.model.predictor import ConfidenceHead, fit_rows
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 
@@ -31,9 +31,9 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(markov.rank, columns, bias=False)
 
     def fit(self, vocabulary: Vocabulary) -> None:
-        """Keep the rows that this rank needs. The two vocabularies may differ in their padding."""
-        keep_rows(self.markov_w1.weight, 0, vocabulary.target_size)
-        keep_rows(self.markov_w2.weight, vocabulary.first_id, vocabulary.columns)
+        """Keep the rows that this rank needs."""
+        fit_rows(self.markov_w1.weight, 0, vocabulary.target_size)
+        fit_output(self.markov_w2.weight, vocabulary)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """The part of all latents that depends on hidden states alone: [B, N, H] -> [B, N, ..]."""
@@ -112,17 +112,17 @@ class Chain(InOrder):
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         markov, vocabulary = self._markov, self._vocabulary
-        of_hidden = markov.of_hidden(hidden)
+        of_hidden = markov.of_hidden(hidden).unbind(1)
+        logits = self._logits(hidden).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
-        logits = self._logits(hidden)
         token, state = token_ids[:, 0], None  # [B], the anchors
         drafts, rows = [], []
         for position in range(self._width):
-            row = F.embedding(token, w1)
-            latent, state = markov.latent(row, of_hidden[:, position], state)
+            row = w1.index_select(0, token)
+            latent, state = markov.latent(row, of_hidden[position], state)
             draft = Predicted(token, None)
             if position >= self._first:
-                here = logits[:, position]
+                here = logits[position]
                 draft = vocabulary.biased_largest(
                     here, latent, w2, weigh and self._confidence is None
                 )

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import Confidence, DFlashConfig
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
@@ -21,6 +22,16 @@ class Predictor(Protocol):
         probability of each draft, too. If the draft is not trained to predict from the anchor, the
         anchor's entry has no meaning.
         """
+
+
+def fit_rows(weight: Tensor, start: int, end: int) -> None:
+    """Keep these rows of a table of tokens. Rows beyond its own are zero.
+
+    Vocabularies of draft and target may differ in their padding.
+    """
+    if (start, end) != (0, len(weight)):
+        rows = weight.data[start:end]
+        weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
 
 
 class ConfidenceHead(nn.Module):

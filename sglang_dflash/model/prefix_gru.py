@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.model.in_order import InOrder, keep_rows
+from sglang_dflash.model.in_order import InOrder, fit_output
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 
@@ -79,24 +79,24 @@ class PrefixChain(InOrder):
         self._state_size, self._pure_prefix = gru.gru_hidden_dim, gru.pure_prefix
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
         self._predicting = slice(0, width - 1) if gru.shifted else slice(1, width)
-        keep_rows(correction.get_parameter("2.weight"), vocabulary.first_id, vocabulary.columns)
+        fit_output(correction.get_parameter("2.weight"), vocabulary)
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         """As `InOrder._blocks`. Draft n is entry n + 1, and entry 0 repeats the anchor."""
         vocabulary, hidden = self._vocabulary, hidden[:, self._predicting].contiguous()
         by_hidden, by_state, outer = self._correction.weights()
-        of_hidden = F.linear(hidden, by_hidden)  # [B, N - 1, E]
-        logits = self._logits(hidden)
+        of_hidden = F.linear(hidden, by_hidden).unbind(1)  # [B, E] of each draft
+        logits = self._logits(hidden).unbind(1)
         token = token_ids[:, 0]  # [B], the anchors
         state = hidden.new_zeros(len(token_ids), self._state_size)
         drafts = [Predicted(token, None)]
         for n in range(self._width - 1):
             state = self._cell(self._embed(token), state)
             if n < self._pure_prefix:
-                draft = vocabulary.largest(logits[:, n], weigh)
+                draft = vocabulary.largest(logits[n], weigh)
             else:
-                inner = F.silu(torch.addmm(of_hidden[:, n], state, by_state))
-                draft = vocabulary.biased_largest(logits[:, n], inner, outer, weigh)
+                inner = F.silu(torch.addmm(of_hidden[n], state, by_state))
+                draft = vocabulary.biased_largest(logits[n], inner, outer, weigh)
             drafts.append(draft)
             token = draft.ids
         return Predicted.of_blocks(drafts)

@@ -1,4 +1,4 @@
-"""The draft's vocabulary: token embeddings in, the argmax of a vocabulary-parallel LM head out."""
+"""The draft's vocabulary: token embeddings in, the best of a vocabulary-parallel LM head out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.argmax import Largest
@@ -91,6 +92,13 @@ class Predicted(NamedTuple):
         return torch.stack([self.ids, (self.probabilities * CERTAIN).long()], dim=1)
 
 
+class Candidates(NamedTuple):
+    """The tokens with the largest logits of each position, by ascending id."""
+
+    ids: Tensor  # [n, k] int64, in the target's vocabulary
+    logits: Tensor  # [n, k] float32
+
+
 class Vocabulary:
     """The draft's embedding and LM head: its checkpoint's own, else references to the target's.
 
@@ -168,6 +176,29 @@ class Vocabulary:
         if mass is not None:
             weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
         return Predicted(self._target_ids(index.long()), weights)
+
+    def candidates(self, logits: Tensor, count: int) -> Candidates:
+        """The tokens of the largest logits, the same on every rank.
+
+        logits: [n, columns] of this rank; count: k. Ranks exchange k numbers per token, never the
+        logits. Of equal logits, those on lower ranks come first. Which ones of a rank come first is
+        open, as it is in `torch.topk`.
+        """
+        ours = min(count, self.columns)  # a rank may have fewer
+        index = logits.topk(ours, dim=1, sorted=False).indices.sort(dim=1).values
+        values = logits.gather(1, index).float()
+        if self._ranks == 1:
+            return Candidates(self._target_ids(index), values)
+        # float32 holds ids below 2**24 exactly
+        known = torch.cat([values, (index + self.first_id).float()], dim=1).view(-1, 2, ours)
+        known = F.pad(known, (0, count - ours), value=float("-inf"))
+        ranks = self._group.all_gather(known[None], dim=0)  # [ranks, n, 2, k]
+        values, ids = (
+            ranks.permute(2, 1, 0, 3).flatten(2).unbind(0)
+        )  # [n, ranks * k], by ascending id
+        order = values.sort(dim=1, descending=True, stable=True).indices
+        first = order[:, :count].sort(dim=1).values
+        return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))
 
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._offsets is None else ids + self._offsets[ids]

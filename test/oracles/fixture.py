@@ -28,6 +28,13 @@ FAMILIES = {  # the cases of `test.formats` that each oracle drafts
         "Domino shifted, pure 1",
         "Domino pure 3, logit_head.",
     ],
+    "dflash2": [  # z-lab's class always has both parts
+        "DFlash 2",
+        "DFlash 2 at the top level",
+        "DFlash 2 sliding, cap, scale",
+        "DFlash 2 cap, multiplier",
+    ],
+    "dflash2_speculators": ["speculators DFlash 2", "speculators DFlash 2 from the anchor"],
 }
 PROMPT, TOKENS = prompt(41, 30), 40
 

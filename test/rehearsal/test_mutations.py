@@ -115,11 +115,26 @@ def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.M
         served(small, asked, "fa3", page_size=16, context_length=96)
 
 
+def test_a_window_that_stays_closed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch, "attention.fa3:scheduled", "(left, -1)", "(left, 0)")
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    method = {"target_layer_ids": [0, 1], "causal": False}
+    windowed = small_draft(dflash_config=method, **windows)
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", *windowed)
+    asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
+    reqs, drafts = served(tmp_path, asked, "fa3", cuda_graph_bs=[1])
+    with pytest.raises(AssertionError):
+        assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, False)])
+
+
 def test_a_window_that_is_not_told(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's Triton backend then has no list of the window's KV."""
-    told = "return max(windows) - 1 if windows else None"
+    told = "return max(lefts, default=None)"
     function = "model.draft:DFlashDraftModel.get_attention_sliding_window_size"
     mutate(monkeypatch, function, told, "return None")
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}

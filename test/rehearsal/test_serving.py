@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_dflash.options import DRAFT_AHEAD
-from test.checkpoints import write_draft
+from test.checkpoints import VOCAB, speculators_draft, write_draft
 from test.rehearsal.serving import (
     GRAMMAR,
+    HEADS,
     Asked,
     N,
     all_kinds,
@@ -125,14 +126,34 @@ def test_the_draft_sees_a_part_of_the_context(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_draft_with_windows(small: Path, tmp_path: Path, causal: bool) -> None:
-    """SGLang's Triton backend lists the KV of the window that the draft reports."""
+@pytest.mark.parametrize("backend", ["triton", "fa3"])
+def test_a_draft_with_windows(small: Path, tmp_path: Path, backend: str, causal: bool) -> None:
+    """SGLang's Triton backend lists the KV of the window that the draft reports.
+
+    Its FA3 backend closes windows to the right, which hides the rest of a block that is not causal.
+    """
     method = {"target_layer_ids": [0, 1], "causal": causal}
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
     windowed = small_draft(dflash_config=method, **windows)
     (tmp_path / "target").symlink_to(small / "target")
     write_draft(tmp_path / "draft", *windowed)
     asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
-    flags: dict[str, Any] = {"speculative_draft_attention_backend": "triton", "cuda_graph_bs": [1]}
+    flags: dict[str, Any] = {"speculative_draft_attention_backend": backend, "cuda_graph_bs": [1]}
     reqs, drafts = served(tmp_path, asked, "fa3", **flags)
     assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, causal)])
+
+
+@pytest.mark.parametrize("backend", ["triton", "fa3"])
+def test_a_window_of_the_anchor(small: Path, tmp_path: Path, backend: str) -> None:
+    """A GPU's backends give each position the anchor's window, which ends one token earlier."""
+    body = HEADS | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    config, weights = speculators_draft(draft_vocab=VOCAB, **body, sliding_window=16)
+    config |= {"aux_hidden_state_layer_ids": [1, 2], "sliding_window_non_causal": True}
+    plain, layers = small_draft()
+    weights = layers | {"embed_tokens.weight": weights["embed_tokens.weight"]}
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", config, dict(weights))
+    asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
+    flags: dict[str, Any] = {"speculative_draft_attention_backend": backend, "cuda_graph_bs": [1]}
+    reqs, drafts = served(tmp_path, asked, "fa3", **flags)
+    assert_drafts(tmp_path, reqs, drafts, (plain, weights), layers=[("zlab", 17, False)])

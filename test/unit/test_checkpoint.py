@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.checkpoint.config import Confidence, LayerAttention, Markov, PrefixGRU, Rope
+from sglang_dflash.checkpoint.config import (
+    Confidence,
+    Convolution,
+    LayerAttention,
+    Markov,
+    PrefixGRU,
+    Rope,
+    Selector,
+)
 from sglang_dflash.checkpoint.extras import read_mask_embedding
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.zlab import default_target_layer_ids
@@ -168,6 +176,62 @@ def test_bad_domino_fields_are_named(
     with pytest.raises(Refusal, match=r"config\.json") as caught:
         load_config(write(tmp_path, config))
     assert words in caught.value.what
+    assert whole_sentences(caught.value)
+
+
+DFLASH2 = {
+    "conv_kernel_size": 3,
+    "conv_group_size": 8,
+    "selector_rank": 16,
+    "selector_top_k": 12,
+}
+
+
+@pytest.mark.parametrize("place", ["top", "dflash_config"])
+def test_dflash2(tmp_path: Path, place: str) -> None:
+    fields = DFLASH2 if place == "top" else {"dflash_config": DFLASH2}
+    config = draft_config(architectures=["DFlash2DraftModel"], **fields)
+    got = load_config(write(tmp_path, config))
+    assert (got.family, got.format) == ("DFlash 2", "dflash2")
+    assert (got.convolution, got.selector) == (Convolution(3, 8), Selector(16, 12))
+
+
+def test_defaults_of_dflash2_in_speculators(tmp_path: Path) -> None:
+    config, _ = speculators_draft(VOCAB, layer_types=["sliding_attention"] * 2, sliding_window=12)
+    got = load_config(write(tmp_path, config | {"speculators_model_type": "dflash2"}))
+    assert (got.family, got.format) == ("DFlash 2", "speculators")
+    assert (got.convolution, got.selector) == (Convolution(2, 16), Selector(256, 16))
+    assert got.attention == (LayerAttention(window=12, anchored=True),) * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"conv_group_size": None}, "has conv_kernel_size but no conv_group_size"),
+        ({"selector_rank": None}, "has selector_top_k but no selector_rank"),
+        ({"conv_group_size": 24}, "conv_group_size = 24, which does not divide"),
+        ({"conv_kernel_size": BLOCK + 1}, "more than block_size = 8"),
+        ({"conv_kernel_size": 0}, "conv_kernel_size = 0"),
+        ({"selector_top_k": VOCAB + 1}, "more than vocab_size = 160"),
+        ({"selector_rank": True}, "selector_rank = True"),
+        (dict.fromkeys(DFLASH2), "neither conv_kernel_size nor selector_rank"),
+    ],
+)
+def test_bad_fields_of_dflash2_are_named(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    fields = {"dflash_config": DFLASH2 | change}
+    config = draft_config(architectures=["DFlash2DraftModel"], **fields)
+    with pytest.raises(Refusal, match=r"config\.json") as caught:
+        load_config(write(tmp_path, config))
+    assert words in caught.value.what
+    assert whole_sentences(caught.value)
+
+
+def test_dflash2_of_speculators_has_the_whole_vocabulary(tmp_path: Path) -> None:
+    config, _ = speculators_draft(64)
+    with pytest.raises(Refusal, match="has draft_vocab_size 64 of 160") as caught:
+        load_config(write(tmp_path, config | {"speculators_model_type": "dflash2"}))
     assert whole_sentences(caught.value)
 
 

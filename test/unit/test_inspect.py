@@ -117,8 +117,9 @@ sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "DFlash 2": {"dflash_config": {"selector_rank": 8}},
+    "DFlash 2": {"dflash_config": {"selector_rank": 8}},  # of no known form
     "DFlash 2 too": {"dflash_config": {"conv_kernel_size": 4}},
+    "DFlash 2 of DSpark": {"architectures": ["DSparkDraftModel"], "conv_kernel_size": 2},
     "DSpark": {"dflash_config": {"markov_order": 2}},  # of no known form
     "DSpark by its class": {"architectures": ["Gemma4DSparkModel"]},
     "Domino by its class": {"architectures": ["Gemma4DominoDraftModel"]},
@@ -126,7 +127,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "architectures": ["DominoDraftModel"],
         "dflash_config": {"projector_type": "dflash"},
     },
-    "DFlash 2 by its class": {"architectures": ["DFlash2DraftModel"]},
+    "DFlash 2 by its class": {"architectures": ["DFlash2BeamDraftModel"]},
+    "DSpark of DFlash 2": {"architectures": ["DFlash2DraftModel"], "markov_rank": 8},
     "EAGLE3": {"architectures": ["LlamaForCausalLMEagle3"]},
     "EAGLE": {"architectures": ["LlamaForCausalLMEagle"]},
     "MTP": {"architectures": ["Qwen3NextForCausalLMMTP"]},
@@ -141,7 +143,7 @@ def test_other_methods_are_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path), "--json"]) == 2
     [problem] = json.loads(capsys.readouterr().out)["problems"]
-    assert re.sub(" (too|by its class)", "", method) in problem["what"]
+    assert re.sub(" (too|by its class|of .*)", "", method) in problem["what"]
     assert "use a dflash draft" in problem["fix"].lower()
 
 

@@ -103,14 +103,20 @@ def traces_of_two_ranks(target: str, page: int, paths: list[str]) -> dict[tuple[
     return found
 
 
-OF_TWO_RANKS = ["zlab", "speculators draft vocabulary", "DeepSpec rnn", "speculators DSpark"]
-OF_TWO_RANKS += ["Domino shifted, pure 1"]
+DEFAULT_CASES = [
+    "zlab",
+    "speculators draft vocabulary",
+    "DeepSpec rnn",
+    "speculators DSpark",
+    "DFlash 2",
+    "Domino shifted, pure 1",
+]
 
 
 @pytest.mark.parametrize(
     ("page", "cases"),
     [
-        (16, OF_TWO_RANKS),
+        (16, DEFAULT_CASES),
         pytest.param(16, list(CASES), marks=pytest.mark.full),
         pytest.param(1, list(CASES), marks=pytest.mark.full),
     ],
@@ -195,6 +201,19 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
         "Domino normalised",
         lambda s: replace(s, logit_multiplier=1.0),
     ),
+    "no convolutions": ("DFlash 2", lambda s: replace(s, convolved=None)),
+    "no selector": ("DFlash 2", lambda s: replace(s, candidates=None)),
+    "fewer candidates": ("DFlash 2 selector", lambda s: replace(s, candidates=6)),
+    "edges without hidden": ("DFlash 2", lambda s: replace(s, edges_read_hidden=False)),
+    "no cap before edges": ("DFlash 2 cap, multiplier", lambda s: replace(s, logit_cap=None)),
+    "no multiplier before edges": (
+        "DFlash 2 cap, multiplier",
+        lambda s: replace(s, logit_multiplier=1.0),
+    ),
+    "windows causal": (
+        "speculators DFlash 2",
+        lambda s: replace(s, layers=[("speculators", 12, True), ("full", None, False)]),
+    ),
 }
 
 
@@ -238,6 +257,45 @@ def test_a_wrong_order_in_a_matrix_is_noticed(
     path = write(tmp_path, config, weights)
     read = weights | {name: change(weights[name]) for name, change in MATRICES[mutant].items()}
     assert not all(agreement(target, model, path, read, semantics, 1, 60))
+
+
+def reordered(dimension: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The convolutions with this dimension, [2, taps, ..], in the other order."""
+
+    def mutate(weights: dict[str, Any]) -> dict[str, Any]:
+        changed = dict(weights)
+        for name, weight in weights.items():
+            if name.endswith("base_kernel"):
+                changed[name] = weight.flip(dimension)
+            if name.endswith("kernel_projection.weight"):
+                rows = weight.view(2, 3, -1, weight.shape[1])  # 3 taps
+                changed[name] = rows.flip(dimension).reshape(weight.shape)
+        return changed
+
+    return mutate
+
+
+def codebooks_exchanged(weights: dict[str, Any]) -> dict[str, Any]:
+    one, other = (f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
+    return weights | {one: weights[other], other: weights[one]}
+
+
+WEIGHT_MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "sides exchanged": reordered(0),
+    "taps exchanged": reordered(1),
+    "codebooks exchanged": codebooks_exchanged,
+}
+
+
+@pytest.mark.parametrize("mutant", WEIGHT_MUTANTS)
+def test_wrongly_read_weights_are_noticed(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
+) -> None:
+    """The same control, for what a weight of a DFlash 2 draft means."""
+    config, weights, semantics = CASES["DFlash 2"]()
+    path = write(tmp_path, config, weights)
+    mutated = WEIGHT_MUTANTS[mutant](weights)
+    assert not all(agreement(target, model, path, mutated, semantics, 1, 60))
 
 
 def test_a_dropped_map_is_refused_or_noticed(

@@ -1,0 +1,109 @@
+"""DFlash 2: each draft is one of its position's likeliest tokens, by the draft before it.
+
+The rule is that of z-lab's `dflash/model.py`. A candidate's score is its logit plus its edge from
+the draft before. The edges of all pairs of neighbouring candidates come from one product, so only
+the walk from index to index is sequential.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sglang_dflash.checkpoint.config import DFlashConfig, Selector
+from sglang_dflash.model.predictor import fit_rows
+from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Candidates, Predicted, Vocabulary
+
+
+class CandidateSelector(nn.Module):
+    """The weights of the edges: a row of each codebook for every token of the target."""
+
+    def __init__(self, config: DFlashConfig, selector: Selector) -> None:
+        super().__init__()
+        self.top_k = selector.top_k
+        codebook = config.vocab_size, selector.rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(codebook))
+        self.successor_codebook = nn.Parameter(torch.empty(codebook))
+        self.hidden_projection = nn.Linear(config.hidden_size, selector.rank, bias=False)
+
+    def fit(self, vocabulary: Vocabulary) -> None:
+        """Have a row for each token of the target. Vocabularies may differ in their padding."""
+        fit_rows(self.predecessor_codebook, 0, vocabulary.target_size)
+        fit_rows(self.successor_codebook, 0, vocabulary.target_size)
+
+    def edges(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+        """What a candidate gets from each token that may be before it: [B, S, k, k] float32.
+
+        hidden: [B, S, H]; before, ids: [B, S, k] int64. The last dimension is that of `ids`.
+        """
+        weights = self.hidden_projection(hidden).float()[:, :, None]
+        left = F.embedding(before, self.predecessor_codebook).float() * weights
+        right = F.embedding(ids, self.successor_codebook).float()
+        return torch.matmul(left, right.transpose(2, 3))
+
+
+class Selection:
+    """Drafts blocks with a candidate selector."""
+
+    def __init__(
+        self, config: DFlashConfig, selector: CandidateSelector, vocabulary: Vocabulary, width: int
+    ) -> None:
+        """width: positions N that the draft reads at once, the same for every request.
+
+        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
+        """
+        self._selector, self._vocabulary = selector, vocabulary
+        self._width, self._first = width, 0 if config.sample_from_anchor else 1
+        self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
+        selector.fit(vocabulary)
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Draft blocks.
+
+        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read. The
+        probability of a draft is its weight among its position's candidates.
+        """
+        size = max(1, TOKEN_CHUNK // self._width) * self._width
+        blocks = zip(hidden.split(size), token_ids.split(size), strict=True)
+        ids, weights = Predicted.cat([self._blocks(states, read, weigh) for states, read in blocks])
+        # Ranks have the same candidates, but their edges may differ in the last bits.
+        ids = self._vocabulary.of_first_rank(ids)
+        return Predicted(ids, None if weights is None else self._vocabulary.of_first_rank(weights))
+
+    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Blocks whose logits are alive at once."""
+        anchors = token_ids.view(-1, self._width)[:, :1]
+        drafting = hidden.view(-1, self._width, hidden.shape[1])[:, self._first :]  # [B, S, H]
+        ids, logits = self._candidates(drafting)
+        before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
+        scores = logits[:, :, None] + self._selector.edges(drafting, before, ids)
+        best = scores.argmax(dim=3)  # [B, S, k]: the choice behind each token before
+        at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
+        path = [at]
+        for position in range(best.shape[1]):
+            at = best[:, position].gather(1, at)
+            path.append(at)
+        steps = torch.cat(path, dim=1)[:, :, None]  # [B, S + 1, 1]
+        drafts = ids.gather(2, steps[:, 1:]).squeeze(2)
+        chosen = torch.cat([anchors, drafts], dim=1)[:, 1 - self._first :].flatten()
+        if not weigh:
+            return Predicted(chosen, None)
+        rows = steps[:, :-1, :, None].expand(-1, -1, -1, self._selector.top_k)
+        weights = scores.gather(2, rows).softmax(dim=3).amax(dim=3).squeeze(2)  # [B, S]
+        return Predicted(chosen, F.pad(weights, (self._first, 0), value=1.0).flatten())
+
+    def _candidates(self, drafting: Tensor) -> Candidates:
+        """The candidates of each position, [B, S, k] each.
+
+        The multiplier is positive and the cap is monotone, so they are applied to candidates alone.
+        """
+        hidden = drafting.flatten(0, 1)
+        found = self._vocabulary.candidates(self._vocabulary.logits(hidden), self._selector.top_k)
+        shape = *drafting.shape[:2], self._selector.top_k
+        logits = found.logits.view(shape)
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return Candidates(found.ids.view(shape), logits)
