@@ -24,7 +24,34 @@ def _rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+class Convolution(nn.Module):
+    """DFlash 2's convolutions before and behind a sublayer. They begin as the identity."""
+
+    def __init__(self, hidden: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group, self.groups = taps, group, hidden // group
+        base = torch.zeros(2, taps, hidden)
+        base[:, 0] = 1
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(hidden, 2 * taps * self.groups, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of both sides, [.., N, taps, H] each. x: [.., N, H], the sublayer's normed input."""
+        of_x = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
+        first, second = (self.base_kernel + of_x.repeat_interleave(self.group, -1)).unbind(-3)
+        return first, second
+
+    def mix(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Add up x and the positions before it: [.., N, H]."""
+        shifted = [F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :] for tap in range(self.taps)]
+        return sum((kernel[..., t, :] * x for t, x in enumerate(shifted)), torch.zeros(()))
+
+
 class Layer(nn.Module):
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
+
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         hidden, dim, eps = c["hidden_size"], c["head_dim"], c["rms_norm_eps"]
@@ -59,8 +86,11 @@ class Layer(nn.Module):
         hidden_context: Tensor,
     ) -> Tensor:
         """x: [B, A, N, H] of the blocks; context: [B, S, H]; hidden_context: [B, A, S] bool."""
-        a = self.self_attn
-        h = self.input_layernorm(x).flatten(1, 2)
+        a, normed, kernel = self.self_attn, self.input_layernorm(x), None
+        if self.attention_conv is not None:
+            first, kernel = self.attention_conv.kernels(normed)
+            normed = self.attention_conv.mix(normed, first)
+        h = normed.flatten(1, 2)
         q = a["q_norm"](a["q_proj"](h).unflatten(-1, (self.heads, self.dim))).transpose(1, 2)
         source = torch.cat([context, h], dim=1)
         k = a["k_norm"](a["k_proj"](source).unflatten(-1, (self.kv_heads, self.dim)))
@@ -68,10 +98,17 @@ class Layer(nn.Module):
         q = _rope(q, positions, self.theta)
         k = _rope(k.transpose(1, 2), torch.cat([context_positions, positions], 1), self.theta)
         o = a["o_proj"](self._attend(q, k, v, hidden_context).transpose(1, 2).flatten(2))
-        x = x + o.unflatten(1, x.shape[1:3])
-        h = self.post_attention_layernorm(x)
-        m = self.mlp
+        o = o.unflatten(1, x.shape[1:3])
+        if self.attention_conv is not None and kernel is not None:
+            o = self.attention_conv.mix(o, kernel)
+        x = x + o
+        h, m = self.post_attention_layernorm(x), self.mlp
+        if self.mlp_conv is not None:
+            first, kernel = self.mlp_conv.kernels(h)
+            h = self.mlp_conv.mix(h, first)
         mixed: Tensor = m["down_proj"](F.silu(m["gate_proj"](h)) * m["up_proj"](h))
+        if self.mlp_conv is not None and kernel is not None:
+            mixed = self.mlp_conv.mix(mixed, kernel)
         return x + mixed
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden_context: Tensor) -> Tensor:
@@ -109,6 +146,13 @@ class Draft(nn.Module):
         for p in self.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
+
+    def convolve(self, taps: int, group: int) -> None:
+        """Add the convolutions of DFlash 2 to all layers."""
+        for layer in self.layers:
+            hidden = self.norm.weight.shape[0]
+            layer.attention_conv = Convolution(hidden, taps, group)
+            layer.mlp_conv = Convolution(hidden, taps, group)
 
     def forward(
         self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding, size: int

@@ -16,17 +16,38 @@ from torch import Tensor
 from sglang_dflash.tiny import DRAFT
 
 HEADS = Path(__file__).with_name("trained")  # a file per family: its own tensors only
-MARKOV_RANK = 32
+RANK = 32  # of the Markov head, of the candidate selector, and of Domino's correction
+GRU_SIZE = 64
+TAPS, GROUP = 2, 16  # of the convolutions
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `dflash_config`
     "dspark": (
         "DSparkDraftModel",
         {
             "projector_type": "dspark",
-            "markov_rank": MARKOV_RANK,
+            "markov_rank": RANK,
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
             "sample_from_anchor": False,
+        },
+    ),
+    "dflash2": (
+        "DFlash2DraftModel",
+        {
+            "conv_kernel_size": TAPS,
+            "conv_group_size": GROUP,
+            "selector_rank": RANK,
+            "selector_top_k": 16,
+        },
+    ),
+    "domino": (
+        "DominoDraftModel",
+        {
+            "projector_type": "domino",
+            "emb_dim": RANK,
+            "gru_hidden_dim": GRU_SIZE,
+            "pure_draft_prefix_len": 0,
+            "shift_label": False,
         },
     ),
 }

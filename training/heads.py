@@ -1,8 +1,7 @@
-"""`python -m training.heads`: train a DSpark head on the frozen draft of the bundled pair.
+"""`python -m training.heads FAMILY`: train what a family adds to the frozen bundled draft.
 
-The Markov head learns from the target's own answers, with the true token before each position. The
-confidence head learns whether the head's draft is right. If DIR holds no answers, the target first
-writes some.
+The parts learn from the target's own answers, with the true tokens before each position. If DIR
+holds no answers, the target first writes some. A part's parameters have the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from training.answers import write_answers
 from training.draft import CODE_SHARE, WHOLE, batched, position_weights, read_answers
 from training.draft_model import Draft
-from training.families import MARKOV_RANK, assemble
+from training.families import FAMILIES, GROUP, GRU_SIZE, RANK, TAPS, assemble
 from training.run import Run
 from training.shapes import DRAFT_CONFIG
 from training.target import load_target
@@ -30,25 +30,23 @@ LEARNING_RATE = 4e-3
 ANSWERS, STEPS = 6000, 500
 
 
-class Heads(nn.Module):
-    """A vanilla Markov head and a confidence head. Parameter names are those of the checkpoint."""
+class Markov(nn.Module):
+    """DSpark: a vanilla Markov head and a confidence head."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
+    def __init__(self, embed: nn.Embedding) -> None:
         super().__init__()
-        self.markov_head = nn.ModuleDict(
-            {
-                "markov_w1": nn.Embedding(vocab, MARKOV_RANK),
-                "markov_w2": nn.Linear(MARKOV_RANK, vocab, bias=False),
-            }
-        )
-        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + MARKOV_RANK, 1)})
-        for name, p in self.markov_head.named_parameters():
-            nn.init.normal_(p, std=0.5 if name.startswith("markov_w1") else 0.0)
+        vocab, hidden = embed.weight.shape
+        w1, w2 = nn.Embedding(vocab, RANK), nn.Linear(RANK, vocab, bias=False)
+        self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + RANK, 1)})
+        nn.init.normal_(w1.weight, std=0.5)
+        nn.init.zeros_(w2.weight)
 
-    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [.., V] and logits of confidences [..].
+    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [.., N-1, V], and logits of confidences [.., N-1] of families that have them.
 
-        hidden: [.., H]; base: [.., V], the LM head's; before: [..] int64, the tokens before.
+        hidden: [.., N-1, H]; base: [.., N-1, V], the LM head's; before: [.., N-1] int64, the token
+        before each.
         """
         row = self.markov_head["markov_w1"](before)
         inputs = torch.cat([hidden, row], dim=-1).detach()
@@ -56,39 +54,95 @@ class Heads(nn.Module):
         return base + self.markov_head["markov_w2"](row), confidence
 
 
-def train_heads(work: Path, steps: int, device: str, anchors: int = 18, batch: int = 24) -> None:
-    """Read the target and answers.jsonl from `work`, and write work/dspark."""
+class Edges(nn.Module):
+    """DFlash 2: what a token gains from the token before it."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(0.5 * torch.randn(vocab, RANK))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, RANK))
+        self.hidden_projection = nn.Linear(hidden, RANK, bias=False)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[.., V]. hidden: [.., H]; before: [..] int64."""
+        weighed = self.predecessor_codebook[before] * self.hidden_projection(hidden)
+        return F.linear(weighed, self.successor_codebook)
+
+
+class Selector(nn.Module):
+    """DFlash 2: edges between neighbouring tokens. All tokens are candidates in training."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.candidate_selector = Edges(*embed.weight.shape)
+
+    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Markov.forward`."""
+        return base + self.candidate_selector(hidden, before), None
+
+
+class PrefixGRU(nn.Module):
+    """Domino: a GRU over the tokens before corrects the logits."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        vocab, hidden = embed.weight.shape
+        self._embed: Callable[[Tensor], Tensor] = embed.requires_grad_(False).forward
+        self.prefix_gru = nn.GRU(hidden, GRU_SIZE, batch_first=True, bias=False)
+        last = nn.Linear(RANK, vocab, bias=False)
+        first = nn.Linear(hidden + GRU_SIZE, RANK, bias=False)
+        self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
+        nn.init.zeros_(last.weight)
+
+    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Markov.forward`."""
+        states, _ = self.prefix_gru(self._embed(before).flatten(0, 1))
+        joined = torch.cat([hidden, states.view(*hidden.shape[:-1], -1)], dim=-1)
+        return base + self.embed_proj(joined), None
+
+
+PARTS = {"dspark": Markov, "dflash2": Selector, "domino": PrefixGRU}
+
+
+def train(
+    family: str, work: Path, steps: int, device: str, anchors: int = 18, batch: int = 24
+) -> None:
+    """Read the target and answers.jsonl from `work`, and write work/FAMILY."""
     torch.manual_seed(3)
     target = load_target(work, device)
     lm_head = target.lm_head.weight.float()
     embed = nn.Embedding.from_pretrained(lm_head)
-    draft = Draft(DRAFT_CONFIG).to(device).requires_grad_(False)
+    draft = Draft(DRAFT_CONFIG)
     weights = load_file(DRAFT / "model.safetensors")
     draft.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    heads = Heads(*lm_head.shape).to(device)
-    run = Run(heads, LEARNING_RATE, steps, work / "dspark.pt", muon=False)
+    draft.requires_grad_(False)
+    convolved = family == "dflash2"
+    if convolved:
+        draft.convolve(TAPS, GROUP)
+    model = nn.ModuleDict({"draft": draft, "part": PARTS[family](embed)}).to(device)
+    run = Run(model, LEARNING_RATE, steps, work / f"{family}.pt", muon=False)
     answers = read_answers(work / "answers.jsonl", target)
     chats = [answer for answer in answers if answer.is_chat]
     codes = [answer for answer in answers if not answer.is_chat]
     of_code = int(CODE_SHARE * batch)
     rng = random.Random(4 + run.done)
-    for bar in run.steps_left("heads"):
+    for bar in run.steps_left(family):
         drawn = rng.sample(codes, of_code) + rng.sample(chats, batch - of_code)
         features, ids, at, lengths = batched(drawn, anchors, rng, device)
-        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        with torch.set_grad_enabled(convolved), torch.autocast(device, dtype=torch.bfloat16):
             hidden = draft(features, ids, at, embed, WHOLE)[:, :, 1:].float()
             base = F.linear(hidden, lm_head).float()
-        loss, accepted, plain = _loss(heads, hidden, base, ids, at, lengths)
+        loss, accepted, plain = _loss(model["part"], hidden, base, ids, at, lengths)
         run.step(loss)
         told = f"{1 + accepted.item():.2f} / {1 + plain.item():.2f}"
         bar.set_postfix(accept=told, refresh=False)
-    _save(work, heads)
+    _save(family, model, work)
 
 
 def _loss(
-    heads: Heads, hidden: Tensor, base: Tensor, ids: Tensor, at: Tensor, lengths: Tensor
+    part: nn.Module, hidden: Tensor, base: Tensor, ids: Tensor, at: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss in nats, and the mean number of accepted drafts with the head and without.
+    """Loss in nats, and the mean number of accepted drafts with the part and without.
 
     hidden: [B, A, N-1, H]; base: [B, A, N-1, V]; ids: [B, S]; at: [B, A]; lengths: [B].
     """
@@ -97,27 +151,38 @@ def _loss(
     tokens = of_block.gather(2, where.clamp(max=ids.shape[1] - 1))
     before, labels = tokens[:, :, :-1], tokens[:, :, 1:]
     valid = (where[:, :, 1:] < lengths[:, None, None]).float()
-    logits, confidence = heads(hidden, base, before)
-    loss = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(valid)
-    weights = position_weights(loss.detach(), valid)
-    hits = (logits.argmax(-1) == labels).float() * valid
-    doubt = F.binary_cross_entropy_with_logits(confidence, hits, reduction="none")
-    plain = (base.argmax(-1) == labels).float() * valid
+
+    def surprise(logits: Tensor) -> Tensor:
+        flat = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
+        return flat.view_as(valid)
+
+    logits, confidence = part(hidden, base, before)
+    losses = surprise(logits)
+    weights = position_weights(losses.detach(), valid)
+    hits, plain = ((of.argmax(-1) == labels).float() * valid for of in (logits, base))
+    if base.requires_grad:  # candidates are chosen by the LM head's own logits
+        losses = losses + 0.5 * surprise(base)
+    if confidence is not None:
+        doubt = F.binary_cross_entropy_with_logits(confidence, hits, reduction="none")
+        losses = losses + doubt
     accepted, without = (of.cumprod(-1).sum(-1).mean() for of in (hits, plain))
-    return ((loss + doubt) * weights).sum(), accepted, without
+    return (losses * weights).sum(), accepted, without
 
 
-def _save(work: Path, heads: Heads) -> None:
-    """Write the heads alone, bfloat16, and the draft with them."""
-    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in heads.state_dict().items()}
-    file = work / "dspark.safetensors"
+def _save(family: str, model: nn.ModuleDict, work: Path) -> None:
+    """Write the trained parts alone, bfloat16, and the draft with them."""
+    own = {name: p for name, p in model["draft"].named_parameters() if p.requires_grad}
+    own |= dict(model["part"].named_parameters())
+    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in own.items()}
+    file = work / f"{family}.safetensors"
     save_file(weights, file, metadata={"format": "pt"})
-    assemble("dspark", work, file)
+    assemble(family, work, file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.heads", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--work", type=Path, default=Path("tiny-work"), help="where to resume from")
     parser.add_argument("--answers", type=int, default=ANSWERS)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -127,7 +192,7 @@ def main() -> None:
     if not (args.work / TARGET.name).exists():
         shutil.copytree(TARGET, args.work / TARGET.name)
     write_answers(args.work, args.answers, args.device)
-    train_heads(args.work, args.steps, args.device)
+    train(args.family, args.work, args.steps, args.device)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,12 @@ def read_mask_embedding(config: DFlashConfig) -> Tensor:
                 f"The file {file} is for mask {stated}, the config says {config.mask_token_id}.",
                 CORRECT_CONFIG,
             )
+        if value.get("per_position"):
+            raise Refusal(
+                f"The file {file} holds an embedding for each position of the block, and no "
+                "implementation is known that says how they are used.",
+                "Use a draft with one mask embedding.",
+            )
         tensors = [entry for entry in value.values() if isinstance(entry, Tensor)]
         value = tensors[0] if len(tensors) == 1 else None
     if not isinstance(value, Tensor) or value.numel() != config.hidden_size:

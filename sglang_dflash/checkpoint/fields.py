@@ -109,11 +109,20 @@ class Fields:
             raise self.refuse(f"has {key} = {value}, which must be positive")
         return value
 
-    def optional_layer_ids(self, key: str) -> list[int] | None:
-        """At least one layer id, in ascending order, each once."""
+    def optional_layer_ids(self, key: str, embedding: int) -> list[int] | None:
+        """At least one layer id, in ascending order, each once.
+
+        embedding: the id that stands for the output of the embedding in this format.
+        """
         value = self.raw.get(key)
         if value is None:
             return None
+        if isinstance(value, list) and embedding in value:
+            raise self.refuse(
+                f"has {key} = {value!r}, where {embedding} is the output of the embedding, which "
+                "SGLang's models do not return",
+                "Use a draft that reads outputs of layers only.",
+            )
         if not isinstance(value, list) or not value or not _ascending(value):
             raise self.refuse(
                 f"has {key} = {value!r}, which must be layer ids in ascending order, each once"

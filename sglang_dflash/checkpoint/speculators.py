@@ -47,9 +47,9 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     """
     top = Fields(raw, f"{path}/config.json")
     body = top.section("transformer_layer_config")
-    ids = top.optional_layer_ids("aux_hidden_state_layer_ids")
-    if ids is None or ids[0] == 0:
-        raise top.refuse(f"has aux_hidden_state_layer_ids = {ids}, which must be 1 or more")
+    ids = top.optional_layer_ids("aux_hidden_state_layer_ids", embedding=0)
+    if ids is None:
+        raise top.refuse("has no aux_hidden_state_layer_ids")
     mask = top.optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id")
@@ -94,6 +94,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         max_position_embeddings=body.positive("max_position_embeddings"),
         attention=tuple(views[kind] for kind in layer_types),
         rope=body.rope(layer_types),
+        embedding_scale=1.0,  # trained on plain copies of the target's embedding
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=rows,
         vocabulary_map="d2t" in tensors,

@@ -46,7 +46,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
 
     num_layers = top.positive("num_hidden_layers")
     num_target_layers = either("num_target_layers").optional_positive("num_target_layers")
-    ids = either("target_layer_ids").optional_layer_ids("target_layer_ids")
+    ids = either("target_layer_ids").optional_layer_ids("target_layer_ids", embedding=-1)
     if ids is None and num_target_layers is not None:
         ids = default_target_layer_ids(num_target_layers, num_layers)
     if ids is None:

@@ -335,3 +335,22 @@ def test_the_layout_of_dspark_depends_on_its_publisher(tmp_path: Path) -> None:
     assert theirs.confidence == Confidence(with_markov=True)
     both = load_config(write(tmp_path, draft_config(dspark_config=DSPARK, dflash_config=DSPARK)))
     assert both.markov == Markov("vanilla", 4)
+
+
+def test_the_embeddings_output_is_no_layer(tmp_path: Path) -> None:
+    """DeepSpec allows it as id -1, which is index 0 of Transformers' hidden states."""
+    ours = draft_config(dflash_config={"target_layer_ids": [-1, 2]})
+    theirs = speculators_draft(draft_vocab=VOCAB)[0] | {"aux_hidden_state_layer_ids": [0, 3]}
+    for config in (ours, theirs):
+        with pytest.raises(Refusal, match="the output of the embedding") as refused:
+            load_config(write(tmp_path, config))
+        assert whole_sentences(refused.value)
+
+
+def test_a_mask_embedding_for_each_position_is_refused(tmp_path: Path) -> None:
+    each = {"embedding": torch.zeros(BLOCK, HIDDEN), "per_position": True}
+    torch.save(each, tmp_path / "mask_embedding.pt")
+    config = load_config(write(tmp_path, draft_config()))
+    with pytest.raises(Refusal, match="each position of the block") as refused:
+        read_mask_embedding(config)
+    assert whole_sentences(refused.value)

@@ -23,12 +23,15 @@ from test.checkpoints import (
     VOCAB,
     draft_config,
     draft_weights,
+    speculators_draft,
     write_draft,
     write_tokenizer,
 )
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
+from test.reference import Semantics, draft_block
 from test.worker.conftest import prompt
+from test.worker.test_draft import trace
 
 LAYER_IDS = [0, 2, LAYERS - 1]  # the last one, too
 TABLE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -148,6 +151,26 @@ def test_target(tmp_path: Path, architecture: str) -> None:
         torch.testing.assert_close(feature, states[k + 1][0], atol=HIDDEN_STATE_BOUND, rtol=0)
         for neighbour in {k, k + 2} & set(range(LAYERS + 1)):
             assert (feature - states[neighbour][0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("publisher", "scale"), [("zlab", HIDDEN**0.5), ("speculators", 1.0)])
+def test_a_draft_of_a_target_that_scales_its_embedding(
+    tmp_path: Path, publisher: str, scale: float
+) -> None:
+    """z-lab's drafts read Gemma's scaled embedding. speculators trains on the raw one."""
+    model = write(tmp_path / "target", "Gemma3ForCausalLM")
+    config = draft_config(dflash_config={"target_layer_ids": LAYER_IDS})
+    weights = draft_weights(config)
+    semantics = Semantics.of_zlab(config, embedding_scale=scale)
+    if publisher == "speculators":
+        ids = [k + 1 for k in LAYER_IDS]
+        config = speculators_draft(draft_vocab=VOCAB)[0] | {"aux_hidden_state_layer_ids": ids}
+    draft = write_draft(tmp_path / "draft", config, weights)
+    asked = prompt(3, 24)
+    with InProcess(str(tmp_path / "target"), str(draft)) as engine:
+        steps = trace(engine, asked, 16)
+    for output, block in steps:
+        assert block[1:] == draft_block(model, semantics, weights, asked + output)
 
 
 def test_a_target_with_3d_positions_is_verified_in_part(
