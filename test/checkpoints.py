@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 160, 64, 4, 8, 150
 EOS = 3
+STATE, INNER = 24, 16  # of Domino's GRU and its correction
 
 
 def write_target(path: Path, seed: int = 0, **changes: Any) -> Path:
@@ -140,6 +141,23 @@ def head_weights(
         weights["markov_head.joint_proj.weight"] = 3 * drawn(3 * rank, 2 * rank + HIDDEN)
         weights["markov_head.joint_proj.bias"] = drawn(3 * rank)
     return weights
+
+
+def domino_weights(seed: int = 7) -> dict[str, Tensor]:
+    """Random weights of Domino's GRU and its correction, large enough to change most drafts."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        values: Tensor = torch.randn(*shape, generator=rng) / shape[-1] ** 0.5
+        return values
+
+    of_hidden, of_state = drawn(INNER, HIDDEN), 8 * drawn(INNER, STATE)
+    return {
+        "prefix_gru.weight_ih_l0": 8 * drawn(3 * STATE, HIDDEN),
+        "prefix_gru.weight_hh_l0": 4 * drawn(3 * STATE, STATE),
+        "embed_proj.0.weight": torch.cat([of_hidden, of_state], dim=1),
+        "embed_proj.2.weight": 3 * drawn(VOCAB, INNER),
+    }
 
 
 def convolution_weights(taps: int, group: int, layers: int = 2, seed: int = 7) -> dict[str, Tensor]:

@@ -11,9 +11,12 @@ import torch
 
 from test.checkpoints import (
     HIDDEN,
+    INNER,
     MASK,
+    STATE,
     VOCAB,
     convolution_weights,
+    domino_weights,
     draft_config,
     draft_weights,
     head_weights,
@@ -21,7 +24,7 @@ from test.checkpoints import (
     speculators_draft,
     write_draft,
 )
-from test.reference import Semantics
+from test.reference import Domino, Semantics
 
 SLIDING = ["sliding_attention", "full_attention"]
 YARN = {
@@ -293,6 +296,45 @@ def without_markov(confident: bool) -> Case:
     )
 
 
+def domino(prefix: str = "", **stated: Any) -> Case:
+    """What SpecForge writes. stated: fields that have defaults; prefix: of its early exports."""
+    config, weights, semantics = zlab(
+        architectures=["DominoDraftModel"],
+        dflash_config={
+            "projector_type": "domino",
+            "emb_dim": INNER,
+            "gru_hidden_dim": STATE,
+        }
+        | stated,
+    )
+    weights |= {prefix + name: w for name, w in domino_weights().items()}
+    shifted, pure = stated.get("shift_label", False), stated.get("pure_draft_prefix_len", 0)
+    return config, weights, replace(semantics, domino=Domino(shifted, pure))
+
+
+def normalised_domino() -> Case:
+    """What its normaliser writes, with fields at both places, and the logits' two factors."""
+    config, weights, semantics = domino(shift_label=True, pure_draft_prefix_len=3)
+    method = config["dflash_config"]
+    config |= {
+        "architectures": ["DFlashDraftModel"],
+        "shift_label": True,
+        "input_embedding_scale": 0.5,
+    }
+    config |= {name: method.pop(name) for name in ("emb_dim", "gru_hidden_dim")}
+    config |= {"output_multiplier": 2.0, "final_logit_softcapping": 2.0}
+    factors: dict[str, Any] = {"embedding_scale": 0.5, "logit_multiplier": 2.0, "logit_cap": 2.0}
+    return config, weights, replace(semantics, **factors)
+
+
+def masked_domino() -> Case:
+    """The embedding of the mask is for the body alone. The GRU reads a drafted mask as a token."""
+    config, weights, semantics = domino()
+    _, masked_weights, with_mask = masked(False)
+    weights["mask_embedding.pt"] = masked_weights["mask_embedding.pt"]
+    return config, weights, replace(semantics, mask_embedding=with_mask.mask_embedding)
+
+
 CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
 SELECTOR = {"selector_rank": 16, "selector_top_k": 12}
 
@@ -408,6 +450,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "SpecForge DSpark rnn fill-in": lambda: dspark_of_specforge("rnn", from_anchor=False),
     "speculators DSpark": lambda: dspark_of_speculators("vanilla", from_anchor=False),
     "speculators DSpark draft vocabulary": lambda: dspark_of_speculators("rnn", True, 64),
+    "Domino": domino,
+    "Domino shifted": lambda: domino(shift_label=True, pure_draft_prefix_len=0),
+    "Domino shifted, pure 1": lambda: domino(shift_label=True, pure_draft_prefix_len=1),
+    "Domino pure 3, logit_head.": lambda: domino("logit_head.", pure_draft_prefix_len=3),
+    "Domino normalised": normalised_domino,
+    "Domino mask embedding": masked_domino,
     "DFlash 2": dflash2,
     "DFlash 2 at the top level": lambda: dflash2(place="top"),
     "DFlash 2 convolutions": lambda: dflash2(selected=False),

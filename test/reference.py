@@ -16,6 +16,16 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 
+@dataclass(frozen=True)
+class Domino:
+    """How Domino's GRU is to be read."""
+
+    shift_label: bool = False
+    pure_prefix: int = 0
+    # The tokens that the GRU reads, of the text up to the anchor and of the drafts so far.
+    reads: Callable[[list[int], list[int]], list[int]] = lambda ids, drafts: ids[-1:] + drafts
+
+
 @dataclass
 class Semantics:
     """How a checkpoint is to be read; the tests fill it in, not our adapters."""
@@ -38,6 +48,7 @@ class Semantics:
     logit_cap: float | None = None
     markov: str | None = None  # kind of the Markov head
     confidence: str | None = None  # what its head reads: "hidden" or "hidden and row"
+    domino: Domino | None = None
     convolved: int | None = None  # channels that share a kernel
     candidates: int | None = None  # of each position, for the selector
     edges_read_hidden: bool = True
@@ -145,6 +156,8 @@ def draft_and_weigh(
     base = (h @ head.T) * s.logit_multiplier
     if s.logit_cap is not None:
         base = (base / s.logit_cap).tanh() * s.logit_cap
+    if s.domino is not None:
+        return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, ids), []
     token, state = anchor, torch.zeros(0)
     tokens, confidences = [], []
     for i in range(n):
@@ -162,6 +175,31 @@ def draft_and_weigh(
             of = weights["confidence_head.proj.weight"], weights["confidence_head.proj.bias"]
             confidences.append(float((of[0] @ inputs + of[1]).sigmoid()))
     return tokens, confidences
+
+
+def _domino(
+    d: Domino,
+    weights: dict[str, Tensor],
+    embedding: Tensor,
+    h: Tensor,
+    base: Tensor,
+    ids: list[int],
+) -> list[int]:
+    """SpecForge's rule. The GRU begins anew for each draft, and reads all tokens before it."""
+    w_ih, w_hh = weights["prefix_gru.weight_ih_l0"], weights["prefix_gru.weight_hh_l0"]
+    gru = torch.nn.GRU(w_ih.shape[1], w_hh.shape[1], bias=False)
+    gru.load_state_dict({"weight_ih_l0": w_ih, "weight_hh_l0": w_hh})
+    drafts: list[int] = []
+    for n in range(len(h) - 1):
+        row = n if d.shift_label else n + 1
+        logits = base[row]
+        if n >= d.pure_prefix:
+            read = embedding[torch.tensor(d.reads(ids, drafts), dtype=torch.int64)]
+            state = gru(read)[0][-1] if len(read) else torch.zeros(w_hh.shape[1])
+            inner = weights["embed_proj.0.weight"] @ torch.cat([h[row], state])
+            logits = logits + weights["embed_proj.2.weight"] @ torch.nn.functional.silu(inner)
+        drafts.append(int(logits.argmax()))
+    return drafts
 
 
 def _selected(

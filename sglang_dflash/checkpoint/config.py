@@ -55,6 +55,16 @@ class Confidence:
 
 
 @dataclass(frozen=True)
+class PrefixGRU:
+    """A head that corrects each draft's logits by a GRU over the tokens before it (Domino)."""
+
+    emb_dim: int  # width of the correction's inner layer
+    gru_hidden_dim: int
+    pure_prefix: int  # first drafts of a block, whose logits are not corrected
+    shifted: bool  # position j predicts token j + 1, and the last one nothing; else token j
+
+
+@dataclass(frozen=True)
 class Convolution:
     """Causal convolutions along the block, around both sublayers of every layer (DFlash 2)."""
 
@@ -110,6 +120,7 @@ class DFlashConfig:
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
     markov: Markov | None = None
     confidence: Confidence | None = None
+    prefix_gru: PrefixGRU | None = None
     convolution: Convolution | None = None
     selector: Selector | None = None
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
@@ -123,6 +134,8 @@ class DFlashConfig:
     @property
     def family(self) -> str:
         """The method by its paper's name."""
+        if self.prefix_gru is not None:
+            return "Domino"
         if self.convolution is not None or self.selector is not None:
             return "DFlash 2"
         return "DFlash" if self.markov is None and self.confidence is None else "DSpark"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, dspark, speculators, zlab
+from sglang_dflash.checkpoint import dflash2, domino, dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
@@ -15,6 +15,7 @@ from sglang_dflash.errors import Refusal
 
 FORMATS: dict[str, ModuleType] = {  # the first match wins
     "speculators": speculators,
+    "domino": domino,
     "dspark": dspark,
     "dflash2": dflash2,
     "zlab": zlab,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, dspark
+from sglang_dflash.checkpoint import dflash2, domino, dspark
 from sglang_dflash.errors import Refusal
 
 
@@ -35,10 +35,10 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
     of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
     if kind != "dflash2" and not served and (of_two or "dflash2" in name):
         return refused("a DFlash 2 checkpoint of an unknown form")
-    if projector == "domino" or "domino" in name:
-        return refused("a Domino checkpoint (DFlash with a causal correction head)")
-    if dspark.matches(raw) or kind == "dspark":
+    if domino.matches(raw) or dspark.matches(raw) or kind == "dspark":
         return None
+    if "domino" in name:
+        return refused("a Domino checkpoint of an unknown form")
     markov = any(key.startswith("markov_") or key == "enable_confidence_head" for key in keys)
     if "dspark" in name or markov:
         return refused("a DSpark checkpoint of an unknown form")

@@ -125,10 +125,10 @@ def _expected_in_heads(config: DFlashConfig) -> dict[str, Shape]:
         projection = (config.selector.rank, config.hidden_size)
         shapes["candidate_selector.hidden_projection.weight"] = projection
     hidden, rank = config.hidden_size, 0
+    columns = config.draft_vocab_size or config.vocab_size
     if config.markov is not None:
         rank = config.markov.rank
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        columns = config.draft_vocab_size or config.vocab_size
         shapes["markov_head.markov_w2.weight"] = (columns, rank)
         if config.markov.kind == "gated":
             shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
@@ -140,6 +140,12 @@ def _expected_in_heads(config: DFlashConfig) -> dict[str, Shape]:
         inputs = hidden + (rank if config.confidence.with_markov else 0)
         shapes["confidence_head.proj.weight"] = (1, inputs)
         shapes["confidence_head.proj.bias"] = (1,)
+    if config.prefix_gru is not None:
+        inner, state = config.prefix_gru.emb_dim, config.prefix_gru.gru_hidden_dim
+        shapes["prefix_gru.weight_ih_l0"] = (3 * state, hidden)
+        shapes["prefix_gru.weight_hh_l0"] = (3 * state, state)
+        shapes["embed_proj.0.weight"] = (inner, hidden + state)
+        shapes["embed_proj.2.weight"] = (columns, inner)
     return shapes
 
 

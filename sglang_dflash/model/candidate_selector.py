@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Selector
+from sglang_dflash.model.in_order import InOrder
 from sglang_dflash.model.predictor import fit_rows
-from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Candidates, Predicted, Vocabulary
+from sglang_dflash.model.vocabulary import Candidates, Predicted, Vocabulary
 
 
 class CandidateSelector(nn.Module):
@@ -43,7 +44,7 @@ class CandidateSelector(nn.Module):
         return torch.matmul(left, right.transpose(2, 3))
 
 
-class Selection:
+class Selection(InOrder):
     """Drafts blocks with a candidate selector."""
 
     def __init__(
@@ -53,28 +54,20 @@ class Selection:
 
         A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
         """
-        self._selector, self._vocabulary = selector, vocabulary
-        self._width, self._first = width, 0 if config.sample_from_anchor else 1
-        self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
+        super().__init__(config, vocabulary, width)
+        self._selector = selector
+        self._first = 0 if config.sample_from_anchor else 1
         selector.fit(vocabulary)
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Draft blocks.
-
-        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read. The
-        probability of a draft is its weight among its position's candidates.
-        """
-        size = max(1, TOKEN_CHUNK // self._width) * self._width
-        blocks = zip(hidden.split(size), token_ids.split(size), strict=True)
-        ids, weights = Predicted.cat([self._blocks(states, read, weigh) for states, read in blocks])
+        """As `InOrder.predict`. A draft's probability is its weight among the candidates."""
+        ids, weights = super().predict(hidden, token_ids, weigh)
         # Ranks have the same candidates, but their edges may differ in the last bits.
         ids = self._vocabulary.of_first_rank(ids)
         return Predicted(ids, None if weights is None else self._vocabulary.of_first_rank(weights))
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Blocks whose logits are alive at once."""
-        anchors = token_ids.view(-1, self._width)[:, :1]
-        drafting = hidden.view(-1, self._width, hidden.shape[1])[:, self._first :]  # [B, S, H]
+        anchors, drafting = token_ids[:, :1], hidden[:, self._first :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
         scores = logits[:, :, None] + self._selector.edges(drafting, before, ids)
@@ -98,12 +91,7 @@ class Selection:
 
         The multiplier is positive and the cap is monotone, so they are applied to candidates alone.
         """
-        hidden = drafting.flatten(0, 1)
-        found = self._vocabulary.candidates(self._vocabulary.logits(hidden), self._selector.top_k)
-        shape = *drafting.shape[:2], self._selector.top_k
-        logits = found.logits.view(shape)
-        if self._multiplier != 1.0:
-            logits = logits * self._multiplier
-        if self._cap is not None:
-            logits = torch.tanh(logits / self._cap) * self._cap
-        return Candidates(found.ids.view(shape), logits)
+        count, hidden = self._selector.top_k, drafting.flatten(0, 1)
+        found = self._vocabulary.candidates(self._vocabulary.logits(hidden), count)
+        shape = *drafting.shape[:2], count
+        return Candidates(found.ids.view(shape), self._scaled(found.logits).view(shape))

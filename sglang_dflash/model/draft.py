@@ -28,6 +28,7 @@ from sglang_dflash.model.candidate_selector import CandidateSelector, Selection
 from sglang_dflash.model.convolution import BlockConvolution
 from sglang_dflash.model.markov_chain import KINDS, Chain
 from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
+from sglang_dflash.model.prefix_gru import Correction, PrefixCell, PrefixChain
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary, is_copy, lm_head, token_embedding
 
@@ -168,6 +169,9 @@ class DFlashDraftModel(nn.Module):
             self.markov_head = KINDS[dflash.markov.kind](dflash, dflash.markov)
         if dflash.confidence is not None:
             self.confidence_head = ConfidenceHead(dflash, dflash.confidence)
+        if dflash.prefix_gru is not None:
+            self.prefix_gru = PrefixCell(dflash, dflash.prefix_gru)
+            self.embed_proj = Correction(dflash, dflash.prefix_gru)
         if dflash.selector is not None:
             self.candidate_selector = CandidateSelector(dflash, dflash.selector)
         self.vocabulary: Vocabulary
@@ -207,12 +211,16 @@ class DFlashDraftModel(nn.Module):
 
     def _predictor(self, width: int) -> Predictor:
         """The choice of tokens that belongs to the draft's heads."""
-        if self.dflash.selector is not None:
-            return Selection(self.dflash, self.candidate_selector, self.vocabulary, width)
+        config, vocabulary = self.dflash, self.vocabulary
+        if config.selector is not None:
+            return Selection(config, self.candidate_selector, vocabulary, width)
+        if config.prefix_gru is not None:
+            gru, heads = config.prefix_gru, (self.prefix_gru, self.embed_proj)
+            return PrefixChain(config, gru, *heads, self._embed_tokens, vocabulary, width)
         confidence = getattr(self, "confidence_head", None)
-        if self.dflash.markov is None:
-            return Independent(self.vocabulary, confidence)
-        return Chain(self.dflash, self.markov_head, confidence, self.vocabulary, width)
+        if config.markov is not None:
+            return Chain(config, self.markov_head, confidence, vocabulary, width)
+        return Independent(vocabulary, confidence)
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(
@@ -238,10 +246,13 @@ class DFlashDraftModel(nn.Module):
         lefts = [view.left for view in self.dflash.attention if view.left is not None]
         return max(lefts, default=None)
 
+    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """Embed tokens of a text. The mask's own embedding does not apply to them."""
+        hidden: Tensor = self.vocabulary.embed(token_ids)
+        return hidden if self._embedding_factor == 1.0 else hidden * self._embedding_factor
+
     def _embed(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self.vocabulary.embed(input_ids)
-        if self._embedding_factor != 1.0:
-            hidden = hidden * self._embedding_factor
+        hidden = self._embed_tokens(input_ids)
         if self.dflash.mask_embedding:
             is_mask = (input_ids == self.dflash.mask_token_id)[:, None]
             hidden = torch.where(is_mask, self.mask_embedding.to(hidden.dtype), hidden)

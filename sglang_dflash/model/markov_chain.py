@@ -1,7 +1,7 @@
 """DSpark: each position's logits get a bias by the token before it, so a block is drafted in order.
 
-The rules are those of DeepSpec, deepspec/modeling/dspark. All logits of a block come from one GEMM.
-Only the bias, of a low rank, waits for the token before.
+The rules are those of DeepSpec, deepspec/modeling/dspark. Only the bias, of a low rank, waits for
+the token before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Markov
+from sglang_dflash.model.in_order import InOrder, fit_output
 from sglang_dflash.model.predictor import ConfidenceHead, fit_rows
-from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
+from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 
 class MarkovHead(nn.Module):
@@ -31,11 +32,8 @@ class MarkovHead(nn.Module):
 
     def fit(self, vocabulary: Vocabulary) -> None:
         """Keep the rows that this rank needs."""
-        first, after = vocabulary.first_id, vocabulary.first_id + vocabulary.columns
         fit_rows(self.markov_w1.weight, 0, vocabulary.target_size)
-        fit_rows(self.markov_w2.weight, first, after)
-        columns_first = self.markov_w2.weight.data.T.contiguous()  # a third faster on a CPU
-        self.markov_w2.weight.data = columns_first.T
+        fit_output(self.markov_w2.weight, vocabulary)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """The part of all latents that depends on hidden states alone: [B, N, H] -> [B, N, ..]."""
@@ -92,8 +90,8 @@ class RNNMarkovHead(MarkovHead):
 KINDS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
 
 
-class Chain:
-    """Drafts the positions of a block one after another."""
+class Chain(InOrder):
+    """Drafts the positions of a block one after another, each with a bias by the token before."""
 
     def __init__(
         self,
@@ -107,28 +105,17 @@ class Chain:
 
         A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
         """
-        self._markov, self._confidence, self._vocabulary = markov, confidence, vocabulary
-        self._width, self._first = width, 0 if config.sample_from_anchor else 1
-        self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
+        super().__init__(config, vocabulary, width)
+        self._markov, self._confidence = markov, confidence
+        self._first = 0 if config.sample_from_anchor else 1
         markov.fit(vocabulary)
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Draft blocks.
-
-        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read.
-        """
-        size = max(1, TOKEN_CHUNK // self._width) * self._width
-        blocks = zip(hidden.split(size), token_ids.split(size), strict=True)
-        return Predicted.cat([self._blocks(states, ids, weigh) for states, ids in blocks])
-
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Blocks whose logits are alive at once."""
         markov, vocabulary = self._markov, self._vocabulary
-        by_block = hidden.view(-1, self._width, hidden.shape[1])
-        of_hidden = markov.of_hidden(by_block).unbind(1)
-        logits = self._logits(hidden).view(*by_block.shape[:2], vocabulary.columns).unbind(1)
+        of_hidden = markov.of_hidden(hidden).unbind(1)
+        logits = self._logits(hidden).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
-        token, state = token_ids.view(-1, self._width)[:, 0], None  # [B], the anchors
+        token, state = token_ids[:, 0], None  # [B], the anchors
         drafts, rows = [], []
         for position in range(self._width):
             row = w1.index_select(0, token)
@@ -142,24 +129,8 @@ class Chain:
             token = draft.ids
             drafts.append(draft)
             rows.append(row)
-        ids = torch.stack([draft.ids for draft in drafts], dim=1).flatten()
-        if not weigh:
-            return Predicted(ids, None)
-        return Predicted(ids, self._probabilities(hidden, rows, drafts))
-
-    def _probabilities(self, hidden: Tensor, rows: list[Tensor], drafts: list[Predicted]) -> Tensor:
-        """[n] float32: the confidence head's, or those of the biased logits."""
-        if self._confidence is not None:
-            by_block = torch.stack(rows, dim=1)  # [B, N, r]
-            confidence = self._confidence(hidden, by_block.flatten(0, 1))
-            return self._vocabulary.of_first_rank(confidence)
-        known = [draft.probabilities for draft in drafts if draft.probabilities is not None]
-        at_anchor = [torch.ones_like(known[0])] * self._first
-        return torch.stack([*at_anchor, *known], dim=1).flatten()
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[n, columns]."""
-        logits = self._vocabulary.logits(hidden)
-        if self._multiplier != 1.0:
-            logits = logits * self._multiplier
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        found = Predicted.of_blocks(drafts)
+        if not weigh or self._confidence is None:
+            return found
+        confidence = self._confidence(hidden.flatten(0, 1), torch.stack(rows, dim=1).flatten(0, 1))
+        return Predicted(found.ids, vocabulary.of_first_rank(confidence))

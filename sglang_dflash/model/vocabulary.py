@@ -69,6 +69,22 @@ class Predicted(NamedTuple):
         ids = torch.cat([part.ids for part in parts])
         return cls(ids, torch.cat(probabilities) if probabilities else None)
 
+    @classmethod
+    def of_blocks(cls, positions: list[Predicted]) -> Predicted:
+        """Whole blocks, n = B * N, of the predictions of each position, [B] each.
+
+        A position without a probability gets 1, unless all are without.
+        """
+        ids = torch.stack([position.ids for position in positions], dim=1).flatten()
+        known = [each.probabilities for each in positions if each.probabilities is not None]
+        if not known:
+            return cls(ids, None)
+        certain = torch.ones_like(known[0])
+        given = [
+            certain if each.probabilities is None else each.probabilities for each in positions
+        ]
+        return cls(ids, torch.stack(given, dim=1).flatten())
+
     def pack(self) -> Tensor:
         """The ids, [n] int64, or with probabilities [n, 2] int64: the id and p * CERTAIN."""
         if self.probabilities is None:

@@ -22,6 +22,12 @@ FAMILIES = {  # the cases of `test.formats` that each oracle drafts
         "DeepSpec DFlash",
         "DeepSpec DFlash with confidence",
     ],
+    "domino": [
+        "Domino",
+        "Domino shifted",
+        "Domino shifted, pure 1",
+        "Domino pure 3, logit_head.",
+    ],
     "dflash2": [  # z-lab's class always has both parts
         "DFlash 2",
         "DFlash 2 at the top level",

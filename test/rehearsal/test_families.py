@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from sglang_dflash.options import VERIFY_WIDTH
-from test.checkpoints import convolution_weights, head_weights, selector_weights, write_draft
+from test.checkpoints import (
+    INNER,
+    STATE,
+    convolution_weights,
+    domino_weights,
+    head_weights,
+    selector_weights,
+    write_draft,
+)
+from test.reference import Domino
 from test.rehearsal.device import kernels
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
@@ -59,6 +68,20 @@ def dflash2() -> Family:
     return (config, weights), {"convolved": 8, "candidates": 12}
 
 
+def domino(shifted: bool) -> Family:
+    """A Domino draft with this layout, whose first draft is not corrected."""
+    method = {
+        "target_layer_ids": [0, 1],
+        "projector_type": "domino",
+        "emb_dim": INNER,
+        "gru_hidden_dim": STATE,
+        "pure_draft_prefix_len": 1,
+        "shift_label": shifted,
+    }
+    config, weights = small_draft(architectures=["DominoDraftModel"], dflash_config=method)
+    return (config, weights | domino_weights()), {"domino": Domino(shifted, 1)}
+
+
 def served_family(
     small: Path, folder: Path, family: Family, backend: str, **flags: Any
 ) -> tuple[dict[str, Any], Drafts]:
@@ -83,6 +106,16 @@ def test_dflash2(small: Path, tmp_path: Path, backend: str, page: int) -> None:
     """A position's convolutions see the positions before it in its own block only."""
     family = dflash2()
     reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
+@pytest.mark.parametrize(
+    ("backend", "shifted"), [("fa3", True), ("flashinfer", False), ("triton", True)]
+)
+def test_domino(small: Path, tmp_path: Path, backend: str, shifted: bool) -> None:
+    """The GRU runs in the draft's graph, and reads embeddings of tokens that the graph drafts."""
+    family = domino(shifted)
+    reqs, drafts = served_family(small, tmp_path, family, backend)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
@@ -123,6 +156,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
         "DSpark, gated": dspark("gated"),
         "DSpark, rnn": dspark("rnn"),
         "DFlash 2": dflash2(),
+        "Domino": domino(shifted=False),
     }
     counted = {}
     for name, (draft, _) in families.items():
@@ -143,6 +177,18 @@ MUTATIONS = [
     (CHAIN, "logits[position]", "logits[0]"),
     ("kernels.biased_argmax:launch_biased_largest", "logits.stride(0),", "latent.stride(0),"),
 ]
+
+
+def test_a_gru_of_the_anchor_alone_is_noticed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(
+        monkeypatch, "model.prefix_gru:PrefixChain._blocks", "token = draft.ids", "token = token"
+    )
+    family = domino(shifted=True)
+    reqs, drafts = served_family(small, tmp_path, family, "triton")
+    with pytest.raises(AssertionError):
+        assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation[2])

@@ -18,6 +18,7 @@ from sglang_dflash.checkpoint.config import (
     Convolution,
     LayerAttention,
     Markov,
+    PrefixGRU,
     Rope,
     Selector,
 )
@@ -119,6 +120,61 @@ def test_default_layer_ids() -> None:
 def test_bad_fields_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=r"config\.json") as caught:
         load_config(write(tmp_path, draft_config(**change)))
+    assert words in caught.value.what
+    assert whole_sentences(caught.value)
+
+
+DOMINO: dict[str, Any] = {"projector_type": "domino", "emb_dim": 16, "gru_hidden_dim": 24}
+
+
+@pytest.mark.parametrize("place", ["top", "dflash_config", "both"])
+@pytest.mark.parametrize("architecture", ["DominoDraftModel", "DFlashDraftModel"])
+def test_domino_fields_in_either_place(tmp_path: Path, place: str, architecture: str) -> None:
+    """The normaliser writes DFlashDraftModel, so the projector type counts."""
+    fields = DOMINO | {"pure_draft_prefix_len": BLOCK - 1, "shift_label": True}
+    top = {} if place == "dflash_config" else fields
+    method = {} if place == "top" else fields
+    config = draft_config(architectures=[architecture], dflash_config=method) | top
+    got = load_config(write(tmp_path, config))
+    assert (got.format, got.family, got.prefix_gru) == (
+        "domino",
+        "Domino",
+        PrefixGRU(emb_dim=16, gru_hidden_dim=24, pure_prefix=BLOCK - 1, shifted=True),
+    )
+    # N - 1 drafts, though the anchor's position predicts one
+    assert (got.draft_width, got.block_size) == (BLOCK, BLOCK)
+
+
+def test_domino_defaults(tmp_path: Path) -> None:
+    """Those of SpecForge's class, which the architecture alone names."""
+    sizes = {"emb_dim": 16, "gru_hidden_dim": 24}
+    config = draft_config(architectures=["DominoDraftModel"], dflash_config=sizes)
+    got = load_config(write(tmp_path, config))
+    assert got.prefix_gru == PrefixGRU(16, 24, pure_prefix=0, shifted=False)
+
+
+@pytest.mark.parametrize(
+    ("top", "method", "words"),
+    [
+        ({}, {"emb_dim": None}, "has no emb_dim"),
+        ({}, {"gru_hidden_dim": None}, "has no gru_hidden_dim"),
+        ({}, {"gru_hidden_dim": 0}, "gru_hidden_dim = 0"),
+        ({}, {"shift_label": 1}, "shift_label = 1"),
+        ({}, {"pure_draft_prefix_len": -1}, "pure_draft_prefix_len = -1"),
+        ({}, {"pure_draft_prefix_len": BLOCK}, "must be less than block_size = 8"),
+        ({}, {"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"emb_dim": 8}, {}, "emb_dim = 8, but 16"),
+        ({"shift_label": False}, {"shift_label": True}, "shift_label = False, but True"),
+        ({}, {"block_size": 16}, "block_size = 8, but 16"),
+        ({"projector_type": "dflash"}, {}, "projector_type = 'dflash', but 'domino'"),
+    ],
+)
+def test_bad_domino_fields_are_named(
+    tmp_path: Path, top: dict[str, Any], method: dict[str, Any], words: str
+) -> None:
+    config = draft_config(dflash_config=DOMINO | method) | top
+    with pytest.raises(Refusal, match=r"config\.json") as caught:
+        load_config(write(tmp_path, config))
     assert words in caught.value.what
     assert whole_sentences(caught.value)
 

@@ -24,7 +24,7 @@ from test.checkpoints import (
     write_draft,
     write_target,
 )
-from test.formats import deepspec
+from test.formats import deepspec, domino
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +75,25 @@ def test_a_dspark_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         assert words in out
 
 
+def test_a_domino_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """N - 1 drafts, also where the anchor's position predicts one."""
+    config, weights, _ = domino(shift_label=True, pure_draft_prefix_len=1)
+    draft = str(write_draft(tmp_path, config, weights))
+    assert main(["inspect", draft, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["family"], report["format"], report["block_size"]) == ("Domino", "domino", 8)
+    assert main(["inspect", draft]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "Domino",
+        "8 (7 drafts)",
+        "state 24, inner 16",
+        "pure prefix 1",
+        "labels shifted",
+    ):
+        assert words in out
+
+
 def test_misfit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = draft_config()
     draft = write_draft(tmp_path, config, draft_weights(config))
@@ -103,7 +122,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DFlash 2 of DSpark": {"architectures": ["DSparkDraftModel"], "conv_kernel_size": 2},
     "DSpark": {"dflash_config": {"markov_order": 2}},  # of no known form
     "DSpark by its class": {"architectures": ["Gemma4DSparkModel"]},
-    "Domino": {"dflash_config": {"projector_type": "domino"}},
+    "Domino by its class": {"architectures": ["Gemma4DominoDraftModel"]},
+    "Domino": {  # of no known form
+        "architectures": ["DominoDraftModel"],
+        "dflash_config": {"projector_type": "dflash"},
+    },
     "DFlash 2 by its class": {"architectures": ["DFlash2BeamDraftModel"]},
     "DSpark of DFlash 2": {"architectures": ["DFlash2DraftModel"], "markov_rank": 8},
     "EAGLE3": {"architectures": ["LlamaForCausalLMEagle3"]},

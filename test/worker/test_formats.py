@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.launch import free_port
-from test.checkpoints import BLOCK
+from test.checkpoints import BLOCK, HIDDEN
 from test.formats import CASES, by_own_names, speculators, write
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
@@ -108,6 +109,7 @@ DEFAULT_CASES = [
     "DeepSpec rnn",
     "speculators DSpark",
     "DFlash 2",
+    "Domino shifted, pure 1",
 ]
 
 
@@ -135,6 +137,16 @@ def test_two_ranks_draft_what_the_reference_drafts(
         for output, block in traces[path, 0]:
             drafts = draft_block(model, semantics, own, prompt(31, 40) + output)
             assert block[1:] == drafts
+
+
+def domino_read(**changes: Any) -> Callable[[Semantics], Semantics]:
+    """A reading that differs in Domino's GRU."""
+
+    def mutate(semantics: Semantics) -> Semantics:
+        assert semantics.domino is not None
+        return replace(semantics, domino=replace(semantics.domino, **changes))
+
+    return mutate
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
@@ -172,6 +184,23 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
     ),
     "no cap": ("SpecForge DSpark", lambda s: replace(s, logit_cap=None)),
     "no multiplier": ("SpecForge DSpark", lambda s: replace(s, logit_multiplier=1.0)),
+    "no Domino": ("Domino", lambda s: replace(s, domino=None)),
+    "labels shifted": ("Domino", domino_read(shift_label=True)),
+    "labels not shifted": ("Domino shifted", domino_read(shift_label=False)),
+    "pure prefix 1": ("Domino", domino_read(pure_prefix=1)),
+    "pure prefix 0": ("Domino shifted, pure 1", domino_read(pure_prefix=0)),
+    "pure prefix 4": ("Domino pure 3, logit_head.", domino_read(pure_prefix=4)),
+    "state kept between blocks": ("Domino", domino_read(reads=lambda ids, drafts: ids + drafts)),
+    "no anchor in the GRU": ("Domino", domino_read(reads=lambda ids, drafts: drafts)),
+    "last token not in the GRU": (
+        "Domino",
+        domino_read(reads=lambda ids, drafts: (ids[-1:] + drafts)[:-1]),
+    ),
+    "no cap before Domino": ("Domino normalised", lambda s: replace(s, logit_cap=None)),
+    "no multiplier before Domino": (
+        "Domino normalised",
+        lambda s: replace(s, logit_multiplier=1.0),
+    ),
     "no convolutions": ("DFlash 2", lambda s: replace(s, convolved=None)),
     "no selector": ("DFlash 2", lambda s: replace(s, candidates=None)),
     "fewer candidates": ("DFlash 2 selector", lambda s: replace(s, candidates=6)),
@@ -197,6 +226,37 @@ def test_a_wrong_reading_is_noticed(
     config, weights, semantics = CASES[case]()
     path = write(tmp_path, config, weights)
     assert not all(agreement(target, model, path, weights, mutate(semantics), 1, 60))
+
+
+def state_first(inner: Tensor) -> Tensor:
+    """The columns of the correction's first layer for [GRU state; hidden state]."""
+    return torch.cat([inner[:, HIDDEN:], inner[:, :HIDDEN]], dim=1)
+
+
+def update_first(gates: Tensor) -> Tensor:
+    """The rows of a GRU's weight with the gates in the order z, r, n."""
+    reset, update, candidate = gates.chunk(3)
+    return torch.cat([update, reset, candidate])
+
+
+MATRICES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "state before the hidden state": {"embed_proj.0.weight": state_first},
+    "update gate before the reset gate": {
+        "prefix_gru.weight_ih_l0": update_first,
+        "prefix_gru.weight_hh_l0": update_first,
+    },
+}
+
+
+@pytest.mark.parametrize("mutant", MATRICES)
+def test_a_wrong_order_in_a_matrix_is_noticed(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
+) -> None:
+    """The control of Domino's weights, whose parts lie in one matrix."""
+    config, weights, semantics = CASES["Domino"]()
+    path = write(tmp_path, config, weights)
+    read = weights | {name: change(weights[name]) for name, change in MATRICES[mutant].items()}
+    assert not all(agreement(target, model, path, read, semantics, 1, 60))
 
 
 def reordered(dimension: int) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -1,0 +1,70 @@
+"""Domino checkpoints of SpecForge: z-lab's fields, and those of the GRU.
+
+SpecForge writes `DominoDraftModel`. Its normaliser writes `DFlashDraftModel`, so the projector type
+is read before the architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang_dflash.checkpoint import zlab
+from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.tensors import Tensors
+
+# Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
+OF_THE_HEAD = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
+EITHER = ("projector_type", "block_size", *OF_THE_HEAD)
+
+
+def matches(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of this format."""
+    stated = zlab.projector_type(raw)
+    if stated is not None:
+        return bool(stated == "domino")
+    return "DominoDraftModel" in (raw.get("architectures") or ())
+
+
+def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
+    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
+
+    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
+    checkpoint's, by the model's own names.
+    """
+    body = zlab.read(raw, path, name, tensors)
+    method = _method(raw, f"{path}/config.json")
+    if body.sample_from_anchor:
+        raise method.refuse("has sample_from_anchor, which a Domino draft states by shift_label")
+    pure_prefix = method.optional_int("pure_draft_prefix_len") or 0
+    if pure_prefix >= body.draft_width:
+        raise method.refuse(
+            f"has pure_draft_prefix_len = {pure_prefix}, which must be less than block_size = "
+            f"{body.draft_width}"
+        )
+    gru = PrefixGRU(
+        emb_dim=method.positive("emb_dim"),
+        gru_hidden_dim=method.positive("gru_hidden_dim"),
+        pure_prefix=pure_prefix,
+        shifted=method.boolean("shift_label", False),
+    )
+    return replace(body, prefix_gru=gru)
+
+
+def _method(raw: dict[str, Any], file: str) -> Fields:
+    """The fields of the method, from both of their places. Raises `Refusal` if these differ."""
+    top = Fields(raw, file)
+    section = top.section("dflash_config").raw
+    stated = {}
+    for key in EITHER:
+        outer, inner = raw.get(key), section.get(key)
+        if outer is not None and inner is not None and outer != inner:
+            raise top.refuse(f"has {key} = {outer!r}, but {inner!r} in its dflash_config")
+        stated[key] = outer if inner is None else inner
+    return Fields(stated, file)
+
+
+def rename(name: str) -> str:
+    """The draft model's name of the checkpoint's tensor `name`."""
+    return zlab.rename(name).removeprefix("logit_head.")

@@ -1,0 +1,60 @@
+"""What the families share that draft the positions of a block one after another.
+
+All logits of a block come from one GEMM. A head adds to those of each position by the tokens before
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.model.predictor import fit_rows
+from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
+
+
+class InOrder:
+    """A predictor that walks over the positions of blocks."""
+
+    def __init__(self, config: DFlashConfig, vocabulary: Vocabulary, width: int) -> None:
+        """width: positions N that the draft reads at once, the same for every request."""
+        self._vocabulary, self._width = vocabulary, width
+        self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """Draft blocks.
+
+        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read.
+        """
+        width = self._width
+        size = max(1, TOKEN_CHUNK // width)  # blocks whose logits are alive at once
+        states = hidden.view(-1, width, hidden.shape[1]).split(size)
+        ids = token_ids.view(-1, width).split(size)
+        parts = [self._blocks(*blocks, weigh) for blocks in zip(states, ids, strict=True)]
+        return Predicted.cat(parts)
+
+    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """The predictions of B blocks, [B * N].
+
+        hidden: [B, N, H]; token_ids: [B, N] int64.
+        """
+        raise NotImplementedError
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits that a head adds to: [B, M, H] -> [B, M, columns]."""
+        logits = self._scaled(self._vocabulary.logits(hidden.flatten(0, 1)))
+        return logits.view(*hidden.shape[:2], self._vocabulary.columns)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """The LM head's output, multiplied and then capped as the checkpoint says."""
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+
+def fit_output(weight: Tensor, vocabulary: Vocabulary) -> None:
+    """Keep this rank's rows of a matrix onto the logits."""
+    fit_rows(weight, vocabulary.first_id, vocabulary.first_id + vocabulary.columns)
+    columns_first = weight.data.T.contiguous()  # a third faster on a CPU
+    weight.data = columns_first.T
