@@ -1,4 +1,4 @@
-"""DFlash 2 where it differs from DFlash: blocks are whole, of any width, and stay in graphs."""
+"""Families that draft in order: blocks are whole, of any width, and stay in graphs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.cpu.graphs import CpuGraphs
-from sglang_dflash.model import candidate_selector
+from sglang_dflash.model import in_order
 from test.checkpoints import BLOCK
-from test.formats import CASES, write
+from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
 from test.reference import draft_block
 from test.worker.conftest import prompt
@@ -23,7 +23,10 @@ def model(target: str) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("case", ["DFlash 2", "speculators DFlash 2 from the anchor"])
+FAMILIES = ["DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted"]
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, "speculators DFlash 2 from the anchor"])
 def test_requests_of_a_batch_do_not_mix(
     target: str,
     model: Qwen3ForCausalLM,
@@ -32,10 +35,10 @@ def test_requests_of_a_batch_do_not_mix(
     case: str,
 ) -> None:
     """Three requests, of which two are drafted in one chunk."""
-    monkeypatch.setattr(candidate_selector, "TOKEN_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(in_order, "TOKEN_CHUNK", 2 * BLOCK)
     config, weights, semantics = CASES[case]()
     prompts = [prompt(seed, length) for seed, length in ((51, 20), (52, 33), (53, 9))]
-    compared = 0
+    own, compared = by_own_names(weights), 0
     with InProcess(target, str(write(tmp_path, config, weights))) as engine:
         recorder = record(engine)
         reqs = [engine.add(ids, max_new_tokens=24, ignore_eos=True) for ids in prompts]
@@ -46,25 +49,31 @@ def test_requests_of_a_batch_do_not_mix(
             for ids, req, output, count in zip(prompts, reqs, before, seen, strict=True):
                 if len(recorder.blocks.get(req.rid, [])) > count:
                     drafts = recorder.blocks[req.rid][-1][1:]
-                    assert drafts == draft_block(model, semantics, weights, ids + output)
+                    assert drafts == draft_block(model, semantics, own, ids + output)
                     compared += 1
     assert compared > 30
 
 
-@pytest.mark.parametrize("width", [2, 4])  # fewer positions than taps, and more
-def test_shorter_blocks(target: str, model: Qwen3ForCausalLM, tmp_path: Path, width: int) -> None:
-    """The server may be told to draft less than the draft was trained for."""
-    config, weights, semantics = CASES["DFlash 2"]()
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [("DFlash 2", 2), ("DFlash 2", 4), ("SpecForge DSpark rnn fill-in", 3), ("Domino", 3)],
+)
+def test_shorter_blocks(
+    target: str, model: Qwen3ForCausalLM, tmp_path: Path, case: str, width: int
+) -> None:
+    """The server may be told to draft less than the draft was trained for. A block has 3 taps."""
+    config, weights, semantics = CASES[case]()
     path, ids = str(write(tmp_path, config, weights)), prompt(54, 25)
+    own = by_own_names(weights)
     with InProcess(target, path, speculative_num_draft_tokens=width) as engine:
         steps = trace(engine, ids, 30)
     assert len(steps) > 10
     for output, block in steps:
         assert len(block) == width
-        assert block[1:] == draft_block(model, semantics, weights, ids + output, width)
+        assert block[1:] == draft_block(model, semantics, own, ids + output, width)
 
 
-@pytest.mark.parametrize("case", ["DFlash 2", "DFlash 2 cap, multiplier", "speculators DFlash 2"])
+@pytest.mark.parametrize("case", [*FAMILIES, "DFlash 2 cap, multiplier"])
 def test_the_draft_runs_in_graphs(target: str, tmp_path: Path, case: str) -> None:
     """A CPU graph refuses what a CUDA graph cannot hold: values on the host, and new shapes."""
     config, weights, _ = CASES[case]()
