@@ -14,6 +14,7 @@
 #   widths      the bundled pair: whole blocks verified, and as much as pays
 #   sampled     the bundled pair at temperature 0 and 1: no speculation, the built-in, ours
 #   quantised   fp8, AWQ and GPTQ drafts
+#   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
