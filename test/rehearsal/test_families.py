@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,13 @@ def domino(shifted: bool) -> Family:
     return (config, weights | domino_weights()), {"domino": Domino(shifted, 1)}
 
 
+def only(chosen: tuple[Any, ...], pairs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """These pairs, of which all but the chosen one are `full`."""
+    return [
+        pair if pair == chosen else pytest.param(*pair, marks=pytest.mark.full) for pair in pairs
+    ]
+
+
 def served_family(
     small: Path, folder: Path, family: Family, backend: str, **flags: Any
 ) -> tuple[dict[str, Any], Drafts]:
@@ -101,7 +110,9 @@ def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
-@pytest.mark.parametrize(("backend", "page"), once_each(BACKENDS, [16, 1]))
+@pytest.mark.parametrize(
+    ("backend", "page"), only(("triton", 16), itertools.product(BACKENDS, [1, 16]))
+)
 def test_dflash2(small: Path, tmp_path: Path, backend: str, page: int) -> None:
     """A position's convolutions see the positions before it in its own block only."""
     family = dflash2()
@@ -110,7 +121,7 @@ def test_dflash2(small: Path, tmp_path: Path, backend: str, page: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "shifted"), [("fa3", True), ("flashinfer", False), ("triton", True)]
+    ("backend", "shifted"), only(("fa3", True), itertools.product(BACKENDS, [True, False]))
 )
 def test_domino(small: Path, tmp_path: Path, backend: str, shifted: bool) -> None:
     """The GRU runs in the draft's graph, and reads embeddings of tokens that the graph drafts."""

@@ -125,8 +125,7 @@ def test_the_draft_sees_a_part_of_the_context(
     served(small, asked, backend, **flags)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["triton", "fa3"])
+@pytest.mark.parametrize(("backend", "causal"), once_each(["triton", "fa3"], [True, False]))
 def test_a_draft_with_windows(small: Path, tmp_path: Path, backend: str, causal: bool) -> None:
     """SGLang's Triton backend lists the KV of the window that the draft reports.
 
@@ -143,7 +142,7 @@ def test_a_draft_with_windows(small: Path, tmp_path: Path, backend: str, causal:
     assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, causal)])
 
 
-@pytest.mark.parametrize("backend", ["triton", "fa3"])
+@pytest.mark.parametrize("backend", ["fa3", pytest.param("triton", marks=pytest.mark.full)])
 def test_a_window_of_the_anchor(small: Path, tmp_path: Path, backend: str) -> None:
     """A GPU's backends give each position the anchor's window, which ends one token earlier."""
     body = HEADS | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.launch import Server
-from test.formats import Case, specforge, speculators, write, zlab
+from test.formats import Case, deepspec, dflash2, domino, specforge, speculators, write, zlab
 from test.reference import Semantics, draft_block
 from test.servers import STRICT
 from test.worker.conftest import prompt
@@ -25,6 +25,9 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "SpecForge": specforge,
     "speculators": lambda: speculators(draft_vocab=64),
     "speculators as --model-path": lambda: speculators(sample_from_anchor=True),
+    "DSpark": lambda: deepspec("rnn"),
+    "DFlash 2": dflash2,
+    "Domino": domino,
 }
 
 
