@@ -182,6 +182,10 @@ def _heads(draft: DFlashConfig) -> str:
         heads.append(f"Markov ({draft.markov.kind}, rank {draft.markov.rank})")
     if draft.confidence is not None:
         heads.append("confidence")
+    if draft.convolution is not None:
+        heads.append(f"convolutions ({draft.convolution.taps} taps)")
+    if draft.selector is not None:
+        heads.append(f"selector ({draft.selector.top_k} candidates)")
     if (gru := draft.prefix_gru) is not None:
         labels = "shifted" if gru.shifted else "not shifted"
         sizes = f"state {gru.gru_hidden_dim}, inner {gru.emb_dim}, pure prefix {gru.pure_prefix}"
