@@ -283,6 +283,17 @@ def dspark_of_speculators(kind: str, from_anchor: bool, draft_vocab: int = VOCAB
     return config, weights, replace(semantics, **heads)
 
 
+def larger_vocabulary() -> Case:
+    """The draft's own LM head has 8 rows more than the target has tokens. They draft nothing."""
+    config, weights, semantics = deepspec("vanilla")
+    config["vocab_size"] = VOCAB + 8
+    rng = torch.Generator().manual_seed(9)
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        weights[name] = torch.cat([weights[name], 9 * torch.randn(8, 16, generator=rng)])
+    weights["lm_head.weight"] = torch.randn(VOCAB + 8, HIDDEN, generator=rng)
+    return config, weights, replace(semantics, columns=VOCAB)
+
+
 def without_markov(confident: bool) -> Case:
     """DeepSpec's DFlash drafts: its own class, rank 0, and the anchor predicts."""
     config, weights, semantics = deepspec("vanilla", with_row=False)
@@ -443,6 +454,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "DeepSpec vanilla": lambda: deepspec("vanilla"),
     "DeepSpec gated": lambda: deepspec("gated", with_row=False),
     "DeepSpec rnn": lambda: deepspec("rnn"),
+    "DeepSpec larger vocabulary": larger_vocabulary,
     "DeepSpec DFlash": lambda: without_markov(confident=False),
     "DeepSpec DFlash with confidence": lambda: without_markov(confident=True),
     "SpecForge DSpark": lambda: dspark_of_specforge("vanilla", from_anchor=True),

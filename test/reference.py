@@ -46,6 +46,7 @@ class Semantics:
     mask_embedding: Tensor | None = None
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
+    columns: int | None = None  # of the logits that may be drafted; None: all
     markov: str | None = None  # kind of the Markov head
     confidence: str | None = None  # what its head reads: "hidden" or "hidden and row"
     domino: Domino | None = None
@@ -164,7 +165,7 @@ def draft_and_weigh(
         bias, row, state = _markov(s, weights, h[i], token, state)
         if i == 0 and not s.sample_from_anchor:
             continue
-        draft = int((base[i] + bias).argmax())
+        draft = int((base[i] + bias)[: s.columns].argmax())
         if s.candidates is not None:
             draft, weight = _selected(s, weights, h[i], base[i], token)
             confidences.append(weight)

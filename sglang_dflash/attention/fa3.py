@@ -65,16 +65,15 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     A sliding window has another division, which SGLang also leaves to the layer. MLA has a second
     query, for which the shape cannot be given here.
 
-    SGLang closes every sliding window to the right. A draft's layer that is not causal sees the
-    whole block, so its window is opened.
+    SGLang closes every sliding window to the right. Only layers of a draft have a window and are
+    not causal. They see the whole block, so their windows are opened.
     """
+    left, _ = given.get("window_size", (-1, -1))
+    if left >= 0 and not given.get("causal", False) and _serves_dflash():
+        given["window_size"] = left, -1
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
-    if schedules is None or "qv" in given:
+    if schedules is None or "qv" in given or left >= 0:
         return original(*args, **given)
-    left, _ = given["window_size"]
-    if left >= 0:
-        open_right = {} if given["causal"] else {"window_size": (left, -1)}
-        return original(*args, **given | open_right)
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     shape = {
         "num_heads": q.shape[-2],

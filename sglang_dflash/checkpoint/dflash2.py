@@ -32,8 +32,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     checkpoint's, by the model's own names.
     """
     body = zlab.read(raw, path, name, tensors)
-    file = f"{path}/config.json"
-    method = Fields(Fields(raw, file).section("dflash_config").raw, file).with_defaults(raw)
+    method = Fields(raw, f"{path}/config.json").section("dflash_config").over(raw)
     convolution = read_convolution(method, body.hidden_size, body.draft_width)
     selector = read_selector(method, body.vocab_size)
     if convolution is None and selector is None:

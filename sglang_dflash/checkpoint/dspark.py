@@ -32,11 +32,10 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
     checkpoint's, by the model's own names.
     """
-    file = f"{path}/config.json"
-    top = Fields(raw, file)
-    stated = {**(top.optional_object("dspark_config") or {}), **top.section("dflash_config").raw}
-    body = zlab.read(raw | {"dflash_config": stated}, path, name, tensors)
-    method = Fields(raw | {key: value for key, value in stated.items() if value is not None}, file)
+    top = Fields(raw, f"{path}/config.json")
+    section = top.section("dflash_config").over(top.section("dspark_config").raw)
+    body = zlab.read(raw | {"dflash_config": section.raw}, path, name, tensors)
+    method = section.over(raw)
     markov = read_markov(method, default_rank=0)
     trained = method.number("confidence_head_alpha", 0.0) > 0
     return replace(

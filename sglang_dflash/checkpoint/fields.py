@@ -10,6 +10,16 @@ from sglang_dflash.errors import Refusal
 CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
+# Fields that other models have, with the values that a Qwen3 layer stands for.
+OF_OTHER_LAYERS = {
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "attn_logit_softcapping": None,
+    "is_neox_style": True,
+    "partial_rotary_factor": 1.0,
+    "rope_dim": None,
+    "use_gemma_norm": False,
+}
 FIRST_SLIDING_LAYER = 28  # Transformers' default of max_window_layers
 
 
@@ -23,17 +33,30 @@ class Fields:
     def __init__(self, raw: dict[str, Any], file: str, section: str | None = None) -> None:
         """raw: the object. file, section: its place, by which refusals name it."""
         self.raw = raw
-        self._file, self._section = file, section
+        self._file = file
         self._place = f"The file {file}" if section is None else f"The section {section} of {file}"
 
     def refuse(self, what: str, fix: str = CORRECT_CONFIG) -> Refusal:
         """A refusal to raise. `what` begins with a verb, and this object is its subject."""
         return Refusal(f"{self._place} {what}.", fix)
 
-    def with_defaults(self, defaults: dict[str, Any]) -> Fields:
-        """The fields of this object, and a value for each one that is absent."""
+    def over(self, others: dict[str, Any]) -> Fields:
+        """The fields of this object, and those of another one where they are absent."""
         stated = {key: value for key, value in self.raw.items() if value is not None}
-        return Fields(defaults | stated, self._file, self._section)
+        return Fields(others | stated, self._file)
+
+    def only(self, served: dict[str, Any]) -> None:
+        """Each of these fields must be absent or have this value. None: it must be absent.
+
+        They change what a draft computes without a tensor that would show it.
+        """
+        for key, value in served.items():
+            stated = self.raw.get(key)
+            if stated is not None and stated != value:
+                served_one = "none" if value is None else repr(value)
+                raise self.refuse(
+                    f"has {key} = {stated!r}, and only {served_one} is served", "Use another draft."
+                )
 
     def must_be(self, key: str, *served: str) -> None:
         """The field must be absent or have one of these values, because no others are served."""

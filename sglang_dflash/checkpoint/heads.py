@@ -34,7 +34,10 @@ def read_confidence(
         return None
     with_markov = fields.boolean("confidence_head_with_markov", with_markov)
     if with_markov and markov is None:
-        raise fields.refuse("has confidence_head_with_markov, but markov_rank 0")
+        raise fields.refuse(
+            "has markov_rank 0, and a confidence head that reads the Markov head",
+            "State enable_confidence_head or confidence_head_with_markov as false.",
+        )
     return Confidence(with_markov)
 
 

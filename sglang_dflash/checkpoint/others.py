@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, domino, dspark
+from sglang_dflash.checkpoint import dflash2, domino, dspark, zlab
 from sglang_dflash.errors import Refusal
 
 
@@ -16,10 +16,10 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
     """
     section = raw.get("dflash_config")  # it may be malformed: no format is known yet
     method: dict[str, Any] = section if isinstance(section, dict) else {}
-    keys = raw.keys() | method.keys()
+    keys = {key for fields in (raw, method) for key, value in fields.items() if value}
     architectures = " ".join(map(str, raw.get("architectures") or ()))
     kind = str(raw.get("speculators_model_type", ""))
-    projector = method.get("projector_type", raw.get("projector_type", "dflash"))
+    projector = zlab.projector_type(raw) or "dflash"
     name = f"{architectures} {kind} {raw.get('model_type', '')}".lower()
 
     def refused(other: str, algorithm: str | None = None) -> Refusal:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint import dflash2
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
-from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
+from sglang_dflash.checkpoint.fields import FULL, OF_OTHER_LAYERS, SLIDING, Fields
 from sglang_dflash.checkpoint.heads import (
     read_confidence,
     read_convolution,
@@ -54,6 +54,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if mask is None:
         raise top.refuse("has no mask_token_id")
     body.must_be("hidden_act", "silu")
+    body.only(OF_OTHER_LAYERS)
     hidden_size, heads = body.positive("hidden_size"), body.positive("num_attention_heads")
     num_layers = body.positive("num_hidden_layers")
     layer_types = body.layer_types(num_layers)
@@ -122,7 +123,7 @@ def _with_heads(plain: DFlashConfig, top: Fields) -> DFlashConfig:
 
 def _with_parts(plain: DFlashConfig, top: Fields) -> DFlashConfig:
     """The draft with the convolutions and the selector of DFlash 2."""
-    fields = top.with_defaults(DEFAULTS_OF_DFLASH2)
+    fields = top.over(DEFAULTS_OF_DFLASH2)
     return replace(
         plain,
         convolution=read_convolution(fields, plain.hidden_size, plain.draft_width),

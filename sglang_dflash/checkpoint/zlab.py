@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
-from sglang_dflash.checkpoint.fields import FULL, SLIDING, Fields
+from sglang_dflash.checkpoint.fields import FULL, OF_OTHER_LAYERS, SLIDING, Fields
 from sglang_dflash.checkpoint.tensors import Tensors
 
 
@@ -62,6 +62,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if draft_width is None:
         raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
     top.must_be("hidden_act", "silu")
+    method.over(raw).only(OF_OTHER_LAYERS)
     either("attention_mode").must_be("attention_mode", "mha", "gqa")
 
     def factor(key: str) -> float | None:

@@ -17,6 +17,7 @@ class Kernels(NamedTuple):
     next_block: Callable[..., next_block.NextBlock]
     largest: Callable[..., argmax.Largest]
     biased_largest: Callable[..., argmax.Largest]
+    bias_layout: Callable[[Tensor], Tensor]  # of the weight that `biased_largest` reads
     accept: Callable[..., Accepted]
     store_kv: Callable[..., None]
     written: Callable[..., tuple[Tensor, ...]]  # selects the tokens to project
@@ -29,6 +30,7 @@ class Kernels(NamedTuple):
                 next_block.launch_next_block,
                 argmax.launch_largest,
                 biased_argmax.launch_biased_largest,
+                biased_argmax.rows_first,
                 accept.launch_accept,
                 store_kv.launch_store_kv,
                 store_kv.all_tokens,
@@ -37,6 +39,7 @@ class Kernels(NamedTuple):
             next_block.next_block_in_torch,
             argmax.largest_in_torch,
             biased_argmax.biased_largest_in_torch,
+            biased_argmax.columns_first,
             accept.accept_in_torch,
             store_kv.store_kv_in_torch,
             store_kv.written_tokens,

@@ -12,6 +12,7 @@ from sglang_dflash.kernels.argmax import PROGRAMS, Largest, largest_in_torch, re
 
 TOKENS = 16  # of a program; the least that tensor cores multiply
 COLUMNS = 64  # of the vocabulary that a program reads together
+RANKS = 64  # of the weight that it reads together; more would not fit the memory of a small GPU
 
 
 def launch_biased_largest(
@@ -31,7 +32,7 @@ def launch_biased_largest(
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
     partial = Largest.empty(logits, (tokens, parts), weigh)
     rank = latent.shape[1]
-    _largest_of_parts[(groups, parts)](
+    _largest_biased_of_parts[(groups, parts)](
         logits,
         latent,
         weight,
@@ -45,7 +46,7 @@ def launch_biased_largest(
         share,
         group=TOKENS,
         columns=COLUMNS,
-        padded=max(16, triton.next_power_of_2(rank)),
+        ranks=RANKS,
     )
     return reduce_parts(partial, parts, most_parts)
 
@@ -54,7 +55,7 @@ def biased_largest_in_torch(
     logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
 ) -> Largest:
     """The twin of `launch_biased_largest`."""
-    if weigh or logits.dtype != torch.float32:
+    if weigh or {logits.dtype, weight.dtype} != {torch.float32}:
         return largest_in_torch(_biased(logits, latent, weight), weigh)
     column, value = _largest(logits, latent, weight)
     return Largest(column, value, None)
@@ -68,12 +69,24 @@ def _largest(logits: Tensor, latent: Tensor, weight: Tensor) -> tuple[Tensor, Te
 
 
 def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
-    return torch.addmm(logits.to(weight.dtype), latent, weight.T)
+    if logits.dtype == weight.dtype:
+        return torch.addmm(logits, latent, weight.T)
+    return logits.float() + (latent @ weight.T).float()
+
+
+def rows_first(weight: Tensor) -> Tensor:
+    """The layout of `weight` for the kernel: programs load the ranks of a column together."""
+    return weight.contiguous()
+
+
+def columns_first(weight: Tensor) -> Tensor:
+    """The layout of `weight` for the twin. The product of one token is a third faster in it."""
+    return weight.T.contiguous().T
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit(do_not_specialize=["tokens"])
-def _largest_of_parts(  # type: ignore[no-untyped-def]
+def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
     logits,  # [n, V]
     latent,  # [n, r]
     weight,  # [V, r]
@@ -90,13 +103,11 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     share,  # columns of a program
     group: tl.constexpr,
     columns: tl.constexpr,
-    padded: tl.constexpr,  # rank
+    ranks: tl.constexpr,
 ):
     token = (tl.program_id(0) * group + tl.arange(0, group)).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    real, at = token < tokens, tl.arange(0, padded)
-    given = (at < rank)[:, None] & real[None, :]
-    mixed = tl.load(latent + token[None, :] * latent_stride + at[:, None], given, 0.0)
+    real = token < tokens
     best = tl.full([columns, group], float("-inf"), tl.float32)
     where = tl.zeros([columns, group], tl.int32) + size
     mass = tl.zeros([columns, group], tl.float32)
@@ -104,9 +115,15 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         column = part * share + start + tl.arange(0, columns)
         inside = column < size
         row = column.to(tl.int64)[:, None]
-        known = inside[:, None] & (at < rank)[None, :]
-        matrix = tl.load(weight + row * weight_stride + at[None, :] * rank_stride, known, 0.0)
-        bias = tl.dot(matrix, mixed, input_precision="ieee")
+        bias = tl.zeros([columns, group], tl.float32)
+        for first in range(0, rank, ranks):
+            at = first + tl.arange(0, ranks)
+            known = at < rank
+            there = weight + row * weight_stride + at[None, :] * rank_stride
+            matrix = tl.load(there, inside[:, None] & known[None, :], 0.0)
+            given = latent + token[None, :] * latent_stride + at[:, None]
+            mixed = tl.load(given, known[:, None] & real[None, :], 0.0)
+            bias = tl.dot(matrix, mixed, bias, input_precision="ieee")
         both = inside[:, None] & real[None, :]
         logit = tl.load(logits + token[None, :] * logits_stride + row, both, float("-inf"))
         logit = logit.to(tl.float32) + bias
@@ -117,10 +134,10 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         where = tl.where(logit > best, column[:, None], where)
         best = tl.maximum(best, logit)
     value = tl.max(best, axis=0)
-    there = token * parts + part
-    first = tl.min(tl.where(best == value[None, :], where, size), axis=0)
-    tl.store(values + there, value, real)
-    tl.store(indices + there, first.to(tl.int64), real)
+    here = token * parts + part
+    lowest = tl.min(tl.where(best == value[None, :], where, size), axis=0)
+    tl.store(values + here, value, real)
+    tl.store(indices + here, lowest.to(tl.int64), real)
     if masses is not None:
         mass *= tl.where(best == value[None, :], 1.0, tl.exp(best - value[None, :]))
-        tl.store(masses + there, tl.sum(mass, axis=0), real)
+        tl.store(masses + here, tl.sum(mass, axis=0), real)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Selector
 from sglang_dflash.model.in_order import InOrder
-from sglang_dflash.model.predictor import fit_rows
 from sglang_dflash.model.vocabulary import Candidates, Predicted, Vocabulary
 
 
@@ -30,8 +29,8 @@ class CandidateSelector(nn.Module):
 
     def fit(self, vocabulary: Vocabulary) -> None:
         """Have a row for each token of the target. Vocabularies may differ in their padding."""
-        fit_rows(self.predecessor_codebook, 0, vocabulary.target_size)
-        fit_rows(self.successor_codebook, 0, vocabulary.target_size)
+        vocabulary.fit_input(self.predecessor_codebook)
+        vocabulary.fit_input(self.successor_codebook)
 
     def edges(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
         """What a candidate gets from each token that may be before it: [B, S, k, k] float32.
@@ -50,23 +49,12 @@ class Selection(InOrder):
     def __init__(
         self, config: DFlashConfig, selector: CandidateSelector, vocabulary: Vocabulary, width: int
     ) -> None:
-        """width: positions N that the draft reads at once, the same for every request.
-
-        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
-        """
         super().__init__(config, vocabulary, width)
         self._selector = selector
-        self._first = 0 if config.sample_from_anchor else 1
         selector.fit(vocabulary)
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """As `InOrder.predict`. A draft's probability is its weight among the candidates."""
-        ids, weights = super().predict(hidden, token_ids, weigh)
-        # Ranks have the same candidates, but their edges may differ in the last bits.
-        ids = self._vocabulary.of_first_rank(ids)
-        return Predicted(ids, None if weights is None else self._vocabulary.of_first_rank(weights))
-
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """As `InOrder._blocks`. A draft's probability is its weight among the candidates."""
         anchors, drafting = token_ids[:, :1], hidden[:, self._first :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)

@@ -239,6 +239,8 @@ class DFlashDraftModel(nn.Module):
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
         packed = self.predictor.predict(hidden, input_ids, self.weigh).pack()
+        if self.predictor.apart:
+            packed = self.vocabulary.of_first_rank(packed)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=packed)
 
     def get_attention_sliding_window_size(self) -> int | None:

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.model.predictor import fit_rows
 from sglang_dflash.model.vocabulary import TOKEN_CHUNK, Predicted, Vocabulary
 
 
 class InOrder:
     """A predictor that walks over the positions of blocks."""
 
+    apart = True
+
     def __init__(self, config: DFlashConfig, vocabulary: Vocabulary, width: int) -> None:
-        """width: positions N that the draft reads at once, the same for every request."""
+        """width: positions N that the draft reads at once, the same for every request.
+
+        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
+        """
         self._vocabulary, self._width = vocabulary, width
+        self._first = 0 if config.sample_from_anchor else 1  # position that drafts
         self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
@@ -51,10 +56,3 @@ class InOrder:
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
-
-
-def fit_output(weight: Tensor, vocabulary: Vocabulary) -> None:
-    """Keep this rank's rows of a matrix onto the logits."""
-    fit_rows(weight, vocabulary.first_id, vocabulary.first_id + vocabulary.columns)
-    columns_first = weight.data.T.contiguous()  # a third faster on a CPU
-    weight.data = columns_first.T

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Markov
-from sglang_dflash.model.in_order import InOrder, fit_output
-from sglang_dflash.model.predictor import ConfidenceHead, fit_rows
+from sglang_dflash.model.in_order import InOrder
+from sglang_dflash.model.predictor import ConfidenceHead
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 
@@ -32,8 +32,8 @@ class MarkovHead(nn.Module):
 
     def fit(self, vocabulary: Vocabulary) -> None:
         """Keep the rows that this rank needs."""
-        fit_rows(self.markov_w1.weight, 0, vocabulary.target_size)
-        fit_output(self.markov_w2.weight, vocabulary)
+        vocabulary.fit_input(self.markov_w1.weight)
+        vocabulary.fit_output(self.markov_w2.weight)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """The part of all latents that depends on hidden states alone: [B, N, H] -> [B, N, ..]."""
@@ -101,13 +101,8 @@ class Chain(InOrder):
         vocabulary: Vocabulary,
         width: int,
     ) -> None:
-        """width: positions N that the draft reads at once, the same for every request.
-
-        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
-        """
         super().__init__(config, vocabulary, width)
         self._markov, self._confidence = markov, confidence
-        self._first = 0 if config.sample_from_anchor else 1
         markov.fit(vocabulary)
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
@@ -133,4 +128,4 @@ class Chain(InOrder):
         if not weigh or self._confidence is None:
             return found
         confidence = self._confidence(hidden.flatten(0, 1), torch.stack(rows, dim=1).flatten(0, 1))
-        return Predicted(found.ids, vocabulary.of_first_rank(confidence))
+        return Predicted(found.ids, confidence)

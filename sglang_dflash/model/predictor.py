@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import Confidence, DFlashConfig
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
@@ -15,6 +14,9 @@ from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 class Predictor(Protocol):
     """A draft family's choice of tokens. It runs inside the draft's graph."""
 
+    # Ranks compute some of the result each by itself, so that its last bits may differ.
+    apart: bool
+
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         """Predict a token at every position of blocks.
 
@@ -22,16 +24,6 @@ class Predictor(Protocol):
         probability of each draft, too. If the draft is not trained to predict from the anchor, the
         anchor's entry has no meaning.
         """
-
-
-def fit_rows(weight: Tensor, start: int, end: int) -> None:
-    """Keep these rows of a table of tokens. Rows beyond its own are zero.
-
-    Vocabularies of draft and target may differ in their padding.
-    """
-    if (start, end) != (0, len(weight)):
-        rows = weight.data[start:end]
-        weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
 
 
 class ConfidenceHead(nn.Module):
@@ -61,10 +53,11 @@ class Independent:
 
     def __init__(self, vocabulary: Vocabulary, confidence: ConfidenceHead | None) -> None:
         self._vocabulary, self._confidence = vocabulary, confidence
+        self.apart = confidence is not None or vocabulary.whole_head
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         """As `Predictor.predict`."""
         if self._confidence is None or not weigh:
             return self._vocabulary.predict(hidden, weigh)
         ids = self._vocabulary.predict(hidden, weigh=False).ids
-        return Predicted(ids, self._vocabulary.of_first_rank(self._confidence(hidden)))
+        return Predicted(ids, self._confidence(hidden))

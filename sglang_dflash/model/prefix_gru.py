@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.model.in_order import InOrder, fit_output
+from sglang_dflash.model.in_order import InOrder
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 
@@ -79,7 +79,7 @@ class PrefixChain(InOrder):
         self._state_size, self._pure_prefix = gru.gru_hidden_dim, gru.pure_prefix
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
         self._predicting = slice(0, width - 1) if gru.shifted else slice(1, width)
-        fit_output(correction.get_parameter("2.weight"), vocabulary)
+        vocabulary.fit_output(correction.get_parameter("2.weight"))
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         """As `InOrder._blocks`. Draft n is entry n + 1, and entry 0 repeats the anchor."""

@@ -123,12 +123,15 @@ class Vocabulary:
         self._offsets = offsets
         self._group = get_tp_group()
         self._ranks = self._group.world_size
-        if isinstance(head, nn.Embedding):  # Gemma's tied head: whole on every rank
+        self.whole_head = isinstance(head, nn.Embedding)  # Gemma's tied head, on every rank
+        if self.whole_head:
             self.columns, self.first_id, self._ranks = head.num_embeddings, 0, 1
         else:
             shard = head.shard_indices
             self.columns = shard.num_org_elements  # padding and added rows lie behind these
             self.first_id = shard.org_vocab_start_index
+        if offsets is None:  # rows beyond the target's tokens are padding
+            self.columns = max(0, min(self.columns, self.target_size - self.first_id))
 
     def predict(self, hidden: Tensor, weigh: bool) -> Predicted:
         """Predict the token at each position by itself: that of the largest logit.
@@ -200,6 +203,18 @@ class Vocabulary:
         first = order[:, :count].sort(dim=1).values
         return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))
 
+    def fit_input(self, table: Tensor) -> None:
+        """Have a row of a table for each token of the target.
+
+        Vocabularies of draft and target may differ in their padding. Further rows are zero.
+        """
+        _fit_rows(table, 0, self.target_size)
+
+    def fit_output(self, weight: Tensor) -> None:
+        """Keep this rank's rows of a matrix onto the logits, as `biased_largest` reads them."""
+        _fit_rows(weight, self.first_id, self.first_id + self.columns)
+        weight.data = self._kernels.bias_layout(weight.data)
+
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._offsets is None else ids + self._offsets[ids]
 
@@ -209,3 +224,9 @@ class Vocabulary:
             return values
         gathered: Tensor = self._group.all_gather(values[None], dim=0)
         return gathered[0]
+
+
+def _fit_rows(weight: Tensor, start: int, end: int) -> None:
+    if (start, end) != (0, len(weight)):
+        rows = weight.data[start:end]
+        weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))

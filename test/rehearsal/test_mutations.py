@@ -118,7 +118,7 @@ def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.M
 def test_a_window_that_stays_closed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "attention.fa3:scheduled", "(left, -1)", "(left, 0)")
+    mutate(monkeypatch, "attention.fa3:scheduled", "left, -1", "left, 0")
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
     method = {"target_layer_ids": [0, 1], "causal": False}
     windowed = small_draft(dflash_config=method, **windows)

@@ -126,7 +126,10 @@ def test_the_draft_sees_a_part_of_the_context(
 
 
 @pytest.mark.parametrize(("backend", "causal"), once_each(["triton", "fa3"], [True, False]))
-def test_a_draft_with_windows(small: Path, tmp_path: Path, backend: str, causal: bool) -> None:
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_a_draft_with_windows(
+    small: Path, tmp_path: Path, backend: str, causal: bool, graphs: bool
+) -> None:
     """SGLang's Triton backend lists the KV of the window that the draft reports.
 
     Its FA3 backend closes windows to the right, which hides the rest of a block that is not causal.
@@ -138,6 +141,7 @@ def test_a_draft_with_windows(small: Path, tmp_path: Path, backend: str, causal:
     write_draft(tmp_path / "draft", *windowed)
     asked = answer(tmp_path, {"one": Asked(prompt(955, 30), N)})
     flags: dict[str, Any] = {"speculative_draft_attention_backend": backend, "cuda_graph_bs": [1]}
+    flags["disable_cuda_graph"] = not graphs
     reqs, drafts = served(tmp_path, asked, "fa3", **flags)
     assert_drafts(tmp_path, reqs, drafts, windowed, layers=[("zlab", 16, causal)])
 

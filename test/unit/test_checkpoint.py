@@ -307,7 +307,7 @@ WRONG_HEADS: dict[str, dict[str, Any]] = {
     "markov_rank = -1": {"markov_rank": -1},
     "markov_head_type = 'lstm'": {"markov_head_type": "lstm"},
     "enable_confidence_head = 'yes'": {"enable_confidence_head": "yes"},
-    "confidence_head_with_markov, but markov_rank 0": {
+    "a confidence head that reads the Markov head": {
         "markov_rank": 0,
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
@@ -354,3 +354,37 @@ def test_a_mask_embedding_for_each_position_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="each position of the block") as refused:
         read_mask_embedding(config)
     assert whole_sentences(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partial_rotary_factor", 0.5),
+        ("is_neox_style", False),
+        ("use_gemma_norm", True),
+        ("attention_value_scale", 0.7),
+        ("attn_logit_softcapping", 30.0),
+        ("attention_sink_bias", True),
+        ("rope_dim", 16),
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "dflash_config", "speculators"])
+def test_other_layers_are_refused(tmp_path: Path, place: str, key: str, value: Any) -> None:
+    """These fields change what a layer computes, and no tensor shows it."""
+    config = draft_config(**({key: value} if place == "top" else {"dflash_config": {key: value}}))
+    if place == "speculators":
+        config = speculators_draft(draft_vocab=VOCAB, **{key: value})[0]
+    with pytest.raises(Refusal, match=key) as refused:
+        load_config(write(tmp_path, config))
+    assert whole_sentences(refused.value)
+
+
+def test_null_is_absent(tmp_path: Path) -> None:
+    """Also for the fields by which families are told apart."""
+    nulls = {"projector_type": None, "selector_rank": None, "markov_rank": None}
+    plain = load_config(write(tmp_path, draft_config(dflash_config=nulls)))
+    assert plain == load_config(write(tmp_path, draft_config()))
+    section = DSPARK | {"sample_from_anchor": False}
+    over = {"projector_type": "dspark", "sample_from_anchor": None, "markov_rank": None}
+    merged = load_config(write(tmp_path, draft_config(dspark_config=section, dflash_config=over)))
+    assert (merged.sample_from_anchor, merged.markov) == (False, Markov("vanilla", 4))

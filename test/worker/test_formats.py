@@ -20,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.launch import free_port
+from sglang_dflash.options import VERIFY_WIDTH
 from test.checkpoints import BLOCK, HIDDEN
 from test.formats import CASES, by_own_names, speculators, write
 from test.inprocess import InProcess
@@ -67,35 +68,60 @@ def test_drafts_equal_the_reference(
     assert all(agreed)
 
 
+HEADS = ("markov_head", "confidence_head", "candidate_selector", "prefix_gru", "embed_proj")
+Trace = tuple[list[tuple[list[int], list[int]]], list[list[float]]]  # steps, probabilities
+
+
 def drafts_of_rank(
-    rank: int, target: str, page: int, drafts: list[tuple[str, int]], results: Any
+    rank: int, target: str, page: int, noise: float, drafts: list[tuple[str, int]], results: Any
 ) -> None:
     """One of two processes that serve drafts (path, port) together: what its rank drafts."""
     for path, port in drafts:
         flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "page_size": page}
         with InProcess(target, path, **flags) as engine:
-            vocabulary = engine.worker.draft_model_runner.model.vocabulary
+            model = engine.worker.draft_model_runner.model
+            vocabulary = model.vocabulary
             vocabulary.lm_head.weight.data[vocabulary.columns :] = 1e4  # rows that pad
-            results.put((path, rank, trace(engine, prompt(31, 40), 60)))
+            for name, parameter in model.named_parameters():
+                if rank == 1 and name.startswith(HEADS):
+                    parameter.data += noise * torch.randn_like(parameter)
+            probabilities = watched(engine.worker.drafter)
+            results.put((path, rank, (trace(engine, prompt(31, 40), 60), probabilities)))
 
 
-def traces_of_two_ranks(target: str, page: int, paths: list[str]) -> dict[tuple[str, int], Any]:
-    """(path, rank) -> its trace."""
+def watched(drafter: Any) -> list[list[float]]:
+    """A list that gets the probabilities of each drafted block, if they are computed."""
+    propose, found = drafter.propose, []
+
+    def proposed(*given: Any) -> Any:
+        block = propose(*given)
+        if block.probabilities is not None:
+            found.append(block.probabilities[0].tolist())
+        return block
+
+    drafter.propose = proposed
+    return found
+
+
+def traces_of_two_ranks(
+    target: str, page: int, paths: list[str], noise: float = 0.0
+) -> dict[tuple[str, int], Trace]:
+    """(path, rank) -> its trace. noise: of the second rank's heads."""
     context = multiprocessing.get_context("spawn")
     results, drafts = context.Queue(), [(path, free_port()) for path in paths]
     ranks = [
         context.Process(
-            target=drafts_of_rank, args=(rank, target, page, drafts, results), daemon=True
+            target=drafts_of_rank, args=(rank, target, page, noise, drafts, results), daemon=True
         )
         for rank in range(2)
     ]
     for process in ranks:
         process.start()
-    found = {}
+    found: dict[tuple[str, int], Trace] = {}
     try:
         for _ in range(2 * len(paths)):
-            path, rank, steps = results.get(timeout=500)
-            found[path, rank] = steps
+            path, rank, traced = results.get(timeout=500)
+            found[path, rank] = traced
     finally:
         for process in ranks:
             process.join(timeout=20)
@@ -132,11 +158,32 @@ def test_two_ranks_draft_what_the_reference_drafts(
     traces = traces_of_two_ranks(target, page, list(made))
     for path, (_, weights, semantics) in made.items():
         assert traces[path, 0] == traces[path, 1]
-        assert len(traces[path, 0]) > 10
+        steps, _ = traces[path, 0]
+        assert len(steps) > 10
         own = by_own_names(weights)
-        for output, block in traces[path, 0]:
+        for output, block in steps:
             drafts = draft_block(model, semantics, own, prompt(31, 40) + output)
             assert block[1:] == drafts
+
+
+def test_ranks_agree_although_their_bits_differ(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank computes by itself may differ in its last bits. Here it differs by more.
+
+    Ranks choose the verify width by the probabilities, so these must be the same, too.
+    """
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    paths: list[str] = []
+    for case in ("DeepSpec vanilla", "DeepSpec DFlash with confidence", "DFlash 2", "Domino"):
+        config, weights, _ = CASES[case]()
+        paths.append(str(write(tmp_path / str(len(paths)), config, weights)))
+    traces = traces_of_two_ranks(target, 1, paths, noise=1e-2)
+    for path in paths:
+        steps, probabilities = traces[path, 0]
+        assert len(steps) > 10
+        assert len(probabilities) > 10
+        assert traces[path, 0] == traces[path, 1]
 
 
 def domino_read(**changes: Any) -> Callable[[Semantics], Semantics]:

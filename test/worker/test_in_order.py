@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.cpu.graphs import CpuGraphs
+from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
 from sglang_dflash.model import in_order
 from test.checkpoints import BLOCK
 from test.formats import CASES, by_own_names, write
@@ -56,7 +57,13 @@ def test_requests_of_a_batch_do_not_mix(
 
 @pytest.mark.parametrize(
     ("case", "width"),
-    [("DFlash 2", 2), ("DFlash 2", 4), ("SpecForge DSpark rnn fill-in", 3), ("Domino", 3)],
+    [
+        ("DFlash 2", 2),
+        ("DFlash 2", 4),
+        ("SpecForge DSpark rnn fill-in", 3),
+        ("DeepSpec rnn", 3),
+        ("Domino", 3),
+    ],
 )
 def test_shorter_blocks(
     target: str, model: Qwen3ForCausalLM, tmp_path: Path, case: str, width: int
@@ -70,7 +77,8 @@ def test_shorter_blocks(
     assert len(steps) > 10
     for output, block in steps:
         assert len(block) == width
-        assert block[1:] == draft_block(model, semantics, own, ids + output, width)
+        read = width - semantics.sample_from_anchor
+        assert block[1:] == draft_block(model, semantics, own, ids + output, read)
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "DFlash 2 cap, multiplier"])
@@ -83,3 +91,14 @@ def test_the_draft_runs_in_graphs(target: str, tmp_path: Path, case: str) -> Non
         assert isinstance(graphs, CpuGraphs)
         assert graphs._works
         assert graphs._graphs
+
+
+def test_logits_of_another_dtype() -> None:
+    """`--enable-fp32-lm-head`: logits are float32, and the heads are bfloat16."""
+    torch.manual_seed(2)
+    logits, latent, weight = torch.randn(3, 50), torch.randn(3, 8), torch.randn(50, 8)
+    exact = logits + latent.bfloat16().float() @ weight.bfloat16().float().T
+    for weigh in (False, True):
+        found = biased_largest_in_torch(logits, latent.bfloat16(), weight.bfloat16(), weigh)
+        assert torch.equal(found.column, exact.argmax(dim=1))
+        torch.testing.assert_close(found.value, exact.amax(dim=1), atol=0.05, rtol=0)
