@@ -81,9 +81,11 @@ TWO_RANKS = "two ranks, small pool"
 SERVERS = {  # by the name that tests give
     "auto": Setup(ALL_FEATURES),
     "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16), family="dspark"),
-    TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED)),
+    TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED), family="dflash2"),
     "page 1": Setup(FULL, full=True),
-    "page 256, no radix": Setup((*FULL, "--page-size", "256", "--disable-radix-cache"), full=True),
+    "page 256, no radix": Setup(
+        (*FULL, "--page-size", "256", "--disable-radix-cache"), full=True, family="domino"
+    ),
     "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), full=True),
     "short wait": Setup(*SHORT_WAIT, full=True),
     "short run": Setup(*SHORT_RUN, full=True),

@@ -183,11 +183,17 @@ class DFlashWorker:
 
     def _log_draft(self) -> None:
         args, draft = self.server_args, self.draft_model_runner.model.dflash
+        if draft.convolution is not None and self.model_runner.dtype == torch.float16:
+            logger.warning(
+                "DFLASH: a DFlash 2 draft can overflow in float16, and then few drafts are "
+                "accepted. Give --dtype bfloat16."
+            )
         target = "/".join(sorted(set(args.get_attention_backends())))
         own = self.draft_model_runner.server_args.attention_backend
         logger.info(
             f"sglang-dflash {__version__}: draft={args.speculative_draft_model_path} "
-            f"format={draft.format} block_size={args.speculative_num_draft_tokens} "
+            f"family={draft.family} format={draft.format} "
+            f"block_size={args.speculative_num_draft_tokens} "
             f"layers={draft.num_layers} target_layer_ids={list(draft.target_layer_ids)} "
             f"attention(target={target}, draft={own}) tp={args.tp_size}"
         )

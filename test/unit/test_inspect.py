@@ -24,7 +24,7 @@ from test.checkpoints import (
     write_draft,
     write_target,
 )
-from test.formats import deepspec, domino
+from test.formats import CASES, domino
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,15 +63,24 @@ def test_block_size_is_the_checkpoints_number(
     assert "8 (8 drafts)" in capsys.readouterr().out
 
 
-def test_a_dspark_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config, weights, _ = deepspec("gated")
+@pytest.mark.parametrize(
+    ("case", "family", "told"),
+    [
+        ("DeepSpec gated", "DSpark", ["8 (8 drafts)", "Markov (gated, rank 16)", "confidence"]),
+        ("DFlash 2", "DFlash 2", ["8 (7 drafts)", "convolutions (3 taps)", "selector (12"]),
+        ("Domino", "Domino", ["8 (7 drafts)", "prefix GRU"]),
+    ],
+)
+def test_families(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str, family: str, told: list[str]
+) -> None:
+    config, weights, _ = CASES[case]()
     draft = str(write_draft(tmp_path, config, weights))
     assert main(["inspect", draft, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["family"], report["format"], report["block_size"]) == ("DSpark", "dspark", 8)
+    assert json.loads(capsys.readouterr().out)["family"] == family
     assert main(["inspect", draft]) == 0
     out = capsys.readouterr().out
-    for words in ("DSpark", "8 (8 drafts)", "Markov (gated, rank 16)", "confidence"):
+    for words in (family, *told):
         assert words in out
 
 
