@@ -159,6 +159,7 @@ def test_the_head_compiles(
     assert any(f"*{short}" in kind for kind in kinds)
 
 
+@pytest.mark.full
 def test_launches(small: Path, tmp_path: Path) -> None:
     """docs/performance.md lists the launches inside the graph of a small draft of each family."""
     families = {
@@ -190,6 +191,7 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.full
 def test_a_gru_of_the_anchor_alone_is_noticed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_gru_of_the_anchor_alone_is_noticed(
         assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation[2])
 def test_a_wrong_walk_is_noticed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change

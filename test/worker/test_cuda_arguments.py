@@ -90,5 +90,5 @@ def test_attention_in_a_latent_space_has_no_schedule(mla: bool) -> None:
     if mla:
         given |= {"qv": torch.zeros(1, 2, 512), "return_softmax_lse": False}
     else:
-        given["window_size"] = (128, 0)
+        given |= {"window_size": (128, 0), "causal": True}
     assert scheduled(lambda **passed: passed, **given) == given

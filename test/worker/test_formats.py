@@ -7,8 +7,9 @@ to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from test.worker.conftest import prompt
 from test.worker.test_draft import trace
 
 TOKENS = 200
+PROMPT = prompt(31, 40)
 
 
 @pytest.fixture(scope="module")
@@ -36,34 +38,42 @@ def model(target: str) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
+Steps = list[tuple[list[int], list[int]]]  # the output so far, and the block behind it
+Served = Callable[[str, int], Steps]  # the fixture `served`
+
+
+@pytest.fixture(scope="module")
+def served(target: str, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """What a case drafts at a page size. A case is served once for all tests of this file."""
+
+    @cache
+    def serve(case: str, page: int) -> Steps:
+        config, weights, _ = CASES[case]()
+        path = write(tmp_path_factory.mktemp("draft"), config, weights)
+        tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 60
+        with InProcess(target, str(path), page_size=page) as engine:
+            return trace(engine, PROMPT, tokens)
+
+    return serve
+
+
 def agreement(
-    target: str,
-    model: Qwen3ForCausalLM,
-    path: Path,
-    weights: dict[str, Any],
-    semantics: Semantics,
-    page: int,
-    tokens: int,
-) -> list[bool]:
+    model: Qwen3ForCausalLM, steps: Steps, weights: dict[str, Any], semantics: Semantics
+) -> Iterator[bool]:
     """For each step of a request: did we draft what the reference drafts?"""
-    ids = prompt(31, 40)
-    with InProcess(target, str(path), page_size=page) as engine:
-        steps = trace(engine, ids, tokens)
     own = by_own_names(weights)
-    return [
-        block[1:] == draft_block(model, semantics, own, ids + output) for output, block in steps
-    ]
+    for output, block in steps:
+        yield block[1:] == draft_block(model, semantics, own, PROMPT + output)
 
 
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_equal_the_reference(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path, case: str, page: int
+    served: Served, model: Qwen3ForCausalLM, case: str, page: int
 ) -> None:
-    config, weights, semantics = CASES[case]()
-    path = write(tmp_path, config, weights)
-    tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 60
-    agreed = agreement(target, model, path, weights, semantics, page, tokens)
+    _, weights, semantics = CASES[case]()
+    weights.pop("mask_embedding.pt", None)
+    agreed = list(agreement(model, served(case, page), weights, semantics))
     assert len(agreed) > 10
     assert all(agreed)
 
@@ -73,10 +83,10 @@ Trace = tuple[list[tuple[list[int], list[int]]], list[list[float]]]  # steps, pr
 
 
 def drafts_of_rank(
-    rank: int, target: str, page: int, noise: float, drafts: list[tuple[str, int]], results: Any
+    rank: int, target: str, page: int, drafts: list[tuple[str, float, int]], results: Any
 ) -> None:
-    """One of two processes that serve drafts (path, port) together: what its rank drafts."""
-    for path, port in drafts:
+    """One of two processes that serve drafts (path, noise, port) together: what its rank drafts."""
+    for path, noise, port in drafts:
         flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "page_size": page}
         with InProcess(target, path, **flags) as engine:
             model = engine.worker.draft_model_runner.model
@@ -86,7 +96,7 @@ def drafts_of_rank(
                 if rank == 1 and name.startswith(HEADS):
                     parameter.data += noise * torch.randn_like(parameter)
             probabilities = watched(engine.worker.drafter)
-            results.put((path, rank, (trace(engine, prompt(31, 40), 60), probabilities)))
+            results.put((path, rank, (trace(engine, PROMPT, 60), probabilities)))
 
 
 def watched(drafter: Any) -> list[list[float]]:
@@ -104,14 +114,15 @@ def watched(drafter: Any) -> list[list[float]]:
 
 
 def traces_of_two_ranks(
-    target: str, page: int, paths: list[str], noise: float = 0.0
+    target: str, page: int, paths: dict[str, float]
 ) -> dict[tuple[str, int], Trace]:
-    """(path, rank) -> its trace. noise: of the second rank's heads."""
+    """(path, rank) -> its trace. paths: with the noise of the second rank's heads."""
     context = multiprocessing.get_context("spawn")
-    results, drafts = context.Queue(), [(path, free_port()) for path in paths]
+    results = context.Queue()
+    drafts = [(path, noise, free_port()) for path, noise in paths.items()]
     ranks = [
         context.Process(
-            target=drafts_of_rank, args=(rank, target, page, noise, drafts, results), daemon=True
+            target=drafts_of_rank, args=(rank, target, page, drafts, results), daemon=True
         )
         for rank in range(2)
     ]
@@ -129,61 +140,58 @@ def traces_of_two_ranks(
     return found
 
 
-DEFAULT_CASES = [
-    "zlab",
+SOME = [
     "speculators draft vocabulary",
     "DeepSpec rnn",
     "speculators DSpark",
     "DFlash 2",
     "Domino shifted, pure 1",
 ]
+# What a rank computes by itself may differ in its last bits. Here it differs by more.
+APART = ["DeepSpec vanilla", "DeepSpec DFlash with confidence", "DFlash 2", "Domino"]
+NOISE = 1e-2
 
 
 @pytest.mark.parametrize(
-    ("page", "cases"),
+    ("page", "cases", "apart"),
     [
-        (16, DEFAULT_CASES),
-        pytest.param(16, list(CASES), marks=pytest.mark.full),
-        pytest.param(1, list(CASES), marks=pytest.mark.full),
+        (16, SOME, APART),
+        pytest.param(16, list(CASES), [], marks=pytest.mark.full),
+        pytest.param(1, list(CASES), APART, marks=pytest.mark.full),
     ],
     ids=["16-some", "16-all", "1-all"],
 )
 def test_two_ranks_draft_what_the_reference_drafts(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path, page: int, cases: list[str]
+    target: str,
+    model: Qwen3ForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+    cases: list[str],
+    apart: list[str],
 ) -> None:
-    """TP 2 on gloo: both ranks' draft tokens, step by step."""
-    made = {str(tmp_path / str(i)): CASES[case]() for i, case in enumerate(cases)}
-    for path, (config, weights, _) in made.items():
-        write(Path(path), config, weights)
-    traces = traces_of_two_ranks(target, page, list(made))
-    for path, (_, weights, semantics) in made.items():
-        assert traces[path, 0] == traces[path, 1]
-        steps, _ = traces[path, 0]
-        assert len(steps) > 10
-        own = by_own_names(weights)
-        for output, block in steps:
-            drafts = draft_block(model, semantics, own, prompt(31, 40) + output)
-            assert block[1:] == drafts
+    """TP 2 on gloo: both ranks' draft tokens, step by step, and their probabilities.
 
-
-def test_ranks_agree_although_their_bits_differ(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a rank computes by itself may differ in its last bits. Here it differs by more.
-
-    Ranks choose the verify width by the probabilities, so these must be the same, too.
+    Ranks choose the verify width by the probabilities, so these must be the same, too. Drafts of
+    ranks that compute apart equal no reference, but those of the other rank.
     """
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    paths: list[str] = []
-    for case in ("DeepSpec vanilla", "DeepSpec DFlash with confidence", "DFlash 2", "Domino"):
+    asked = [(case, 0.0) for case in cases] + [(case, NOISE) for case in apart]
+    paths = {str(tmp_path / str(i)): one for i, one in enumerate(asked)}
+    for path, (case, _) in paths.items():
         config, weights, _ = CASES[case]()
-        paths.append(str(write(tmp_path / str(len(paths)), config, weights)))
-    traces = traces_of_two_ranks(target, 1, paths, noise=1e-2)
-    for path in paths:
+        write(Path(path), config, weights)
+    noises = {path: noise for path, (_, noise) in paths.items()}
+    traces = traces_of_two_ranks(target, page, noises)
+    for path, (case, noise) in paths.items():
+        assert traces[path, 0] == traces[path, 1]
         steps, probabilities = traces[path, 0]
         assert len(steps) > 10
-        assert len(probabilities) > 10
-        assert traces[path, 0] == traces[path, 1]
+        assert len(probabilities) >= len(steps)
+        if not noise:
+            _, weights, semantics = CASES[case]()
+            weights.pop("mask_embedding.pt", None)
+            assert all(agreement(model, steps, weights, semantics))
 
 
 def domino_read(**changes: Any) -> Callable[[Semantics], Semantics]:
@@ -265,14 +273,12 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_reading_is_noticed(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
-) -> None:
+def test_a_wrong_reading_is_noticed(served: Served, model: Qwen3ForCausalLM, mutant: str) -> None:
     """The control: the oracle of the test above tells a wrong reading from the right one."""
     case, mutate = MUTANTS[mutant]
-    config, weights, semantics = CASES[case]()
-    path = write(tmp_path, config, weights)
-    assert not all(agreement(target, model, path, weights, mutate(semantics), 1, 60))
+    _, weights, semantics = CASES[case]()
+    weights.pop("mask_embedding.pt", None)
+    assert not all(agreement(model, served(case, 1), weights, mutate(semantics)))
 
 
 def state_first(inner: Tensor) -> Tensor:
@@ -297,13 +303,12 @@ MATRICES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("mutant", MATRICES)
 def test_a_wrong_order_in_a_matrix_is_noticed(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
+    served: Served, model: Qwen3ForCausalLM, mutant: str
 ) -> None:
     """The control of Domino's weights, whose parts lie in one matrix."""
-    config, weights, semantics = CASES["Domino"]()
-    path = write(tmp_path, config, weights)
+    _, weights, semantics = CASES["Domino"]()
     read = weights | {name: change(weights[name]) for name, change in MATRICES[mutant].items()}
-    assert not all(agreement(target, model, path, read, semantics, 1, 60))
+    assert not all(agreement(model, served("Domino", 1), read, semantics))
 
 
 def reordered(dimension: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -336,23 +341,19 @@ WEIGHT_MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mutant", WEIGHT_MUTANTS)
 def test_wrongly_read_weights_are_noticed(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path, mutant: str
+    served: Served, model: Qwen3ForCausalLM, mutant: str
 ) -> None:
     """The same control, for what a weight of a DFlash 2 draft means."""
-    config, weights, semantics = CASES["DFlash 2"]()
-    path = write(tmp_path, config, weights)
+    _, weights, semantics = CASES["DFlash 2"]()
     mutated = WEIGHT_MUTANTS[mutant](weights)
-    assert not all(agreement(target, model, path, mutated, semantics, 1, 60))
+    assert not all(agreement(model, served("DFlash 2", 1), mutated, semantics))
 
 
-def test_a_dropped_map_is_refused_or_noticed(
-    target: str, model: Qwen3ForCausalLM, tmp_path: Path
-) -> None:
-    """d2t left out: the drafts differ; d2t that does not fit t2d: refused."""
-    config, weights, semantics = speculators(draft_vocab=64)
-    path = write(tmp_path / "a", config, weights)
-    dropped = {k: v for k, v in weights.items() if k != "d2t"}
-    assert not all(agreement(target, model, path, dropped, semantics, 1, 30))
+def test_a_dropped_map_is_noticed(served: Served, model: Qwen3ForCausalLM) -> None:
+    case = "speculators draft vocabulary"
+    _, weights, semantics = CASES[case]()
+    dropped = {name: weight for name, weight in weights.items() if name != "d2t"}
+    assert not all(agreement(model, served(case, 1), dropped, semantics))
 
 
 def test_speculators_as_model_path(target: str, tmp_path: Path) -> None:

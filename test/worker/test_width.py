@@ -20,6 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_width, own_widths
 from sglang_dflash.errors import Refusal
 from sglang_dflash.hooks import meta_info
+from sglang_dflash.model.vocabulary import Predicted
 from sglang_dflash.options import DRAFT_AHEAD, Options
 from sglang_dflash.options import VERIFY_WIDTH as VARIABLE
 from sglang_dflash.runtime.block import DFlashBlock
@@ -120,12 +121,11 @@ def test_a_probability_that_is_no_number_counts_as_0(
         model = engine.worker.draft_model_runner.model
         blocks: list[DFlashBlock] = []
         predict = model.vocabulary.predict
-        lost = torch.tensor(float("nan")).long()
 
-        def garbled(hidden: torch.Tensor, weigh: bool) -> torch.Tensor:
-            predicted: torch.Tensor = predict(hidden, weigh)
-            predicted[:, 1] = lost
-            return predicted
+        def garbled(hidden: torch.Tensor, weigh: bool) -> Predicted:
+            predicted: Predicted = predict(hidden, weigh)
+            lost = torch.full(predicted.ids.shape, float("nan"))
+            return predicted._replace(probabilities=lost)
 
         model.vocabulary.predict = garbled
         policy = engine.worker.verify_width
