@@ -221,11 +221,13 @@ def test_sparse_attention_of_deepseek(target: str, draft: str, given: dict[str, 
 
 @of_kinds("dense")
 def test_a_draft_with_windows(target: str, tmp_path: Path) -> None:
-    """fa3, the default, computes them incorrectly. Triton is correct, and the target keeps fa3."""
+    """triton and fa3, the default, compute them. flashinfer does not."""
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 32}
     path = str(write_draft(tmp_path / "windows", *small_draft(**DRAFT | windows)))
-    advised = "--speculative-draft-attention-backend triton"
-    check_refusal(["sliding-window layers", advised], target, path)
+    advised = "--speculative-draft-attention-backend triton or fa3"
+    given = {"speculative_draft_attention_backend": "flashinfer"}
+    check_refusal(["sliding-window layers", advised], target, path, **given)
+    check_arguments(target, path, {"draft attention": "fa3"})
     given = {"speculative_draft_attention_backend": "triton"}
     check_arguments(target, path, {"draft attention": "triton"}, **given)
 
