@@ -42,7 +42,7 @@ def difference(ours: Any, theirs: Any, bound: float, where: str = "") -> str | N
     if isinstance(theirs, list) and isinstance(ours, list):
         if where.endswith("hidden_states[0]"):  # the prompt's, without what each server had cached
             least = min(len(ours), len(theirs))
-            ours, theirs = ours[-least:], theirs[-least:]
+            ours, theirs = ours[len(ours) - least :], theirs[len(theirs) - least :]
         if len(ours) != len(theirs):
             return f"{where} has {len(ours)} items, not {len(theirs)}"
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
