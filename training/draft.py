@@ -56,16 +56,12 @@ def train_draft(
     embed = torch.nn.Embedding.from_pretrained(head)
     draft = Draft(DRAFT_CONFIG).to(device)
     run = Run(draft, LEARNING_RATE, steps, work / "draft.pt")
-    answers = read_answers(work / "answers.jsonl", target)
-    chats = [answer for answer in answers if answer.is_chat]
-    codes = [answer for answer in answers if not answer.is_chat]
-    of_code = int(CODE_SHARE * batch)
+    mix = Mix(read_answers(work / "answers.jsonl", target), batch)
     rng = random.Random(2 + run.done)
     loss_of_whole = torch.compile(_loss, dynamic=True) if compiled else _loss
     for bar in run.steps_left("draft"):
         size = WHOLE if rng.random() < WHOLE_BLOCKS else rng.choice(SHORTER_BLOCKS)
-        drawn = rng.sample(codes, of_code) + rng.sample(chats, batch - of_code)
-        tensors = batched(drawn, anchors, rng, device)
+        tensors = batched(mix.draw(rng), anchors, rng, device)
         loss_of = loss_of_whole if size == WHOLE else _loss
         loss, accepted = loss_of(draft, head, embed, *tensors, size)
         run.step(loss)
@@ -87,6 +83,21 @@ def read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[
         for ids, feature, row in zip(tokens, features, here, strict=True):
             found.append(Answer(ids, feature[: len(ids)].clone(), len(row["prompt"])))
     return found
+
+
+class Mix:
+    """Answers to draw the rows of a step from."""
+
+    def __init__(self, answers: list[Answer], batch: int) -> None:
+        self._chats = [answer for answer in answers if answer.is_chat]
+        self._codes = [answer for answer in answers if not answer.is_chat]
+        self._of_code = int(CODE_SHARE * batch)
+        self._of_chat = batch - self._of_code
+
+    def draw(self, rng: random.Random) -> list[Answer]:
+        """Rows of code, then of chats."""
+        codes = rng.sample(self._codes, self._of_code)
+        return codes + rng.sample(self._chats, self._of_chat)
 
 
 def batched(

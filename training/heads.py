@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from training.answers import write_answers
-from training.draft import CODE_SHARE, WHOLE, batched, position_weights, read_answers
+from training.draft import WHOLE, Mix, batched, position_weights, read_answers
 from training.draft_model import Draft
 from training.families import FAMILIES, GROUP, GRU_SIZE, RANK, TAPS, assemble
 from training.run import Run
@@ -121,14 +121,10 @@ def train(
         draft.convolve(TAPS, GROUP)
     model = nn.ModuleDict({"draft": draft, "part": PARTS[family](embed)}).to(device)
     run = Run(model, LEARNING_RATE, steps, work / f"{family}.pt", muon=False)
-    answers = read_answers(work / "answers.jsonl", target)
-    chats = [answer for answer in answers if answer.is_chat]
-    codes = [answer for answer in answers if not answer.is_chat]
-    of_code = int(CODE_SHARE * batch)
+    mix = Mix(read_answers(work / "answers.jsonl", target), batch)
     rng = random.Random(4 + run.done)
     for bar in run.steps_left(family):
-        drawn = rng.sample(codes, of_code) + rng.sample(chats, batch - of_code)
-        features, ids, at, lengths = batched(drawn, anchors, rng, device)
+        features, ids, at, lengths = batched(mix.draw(rng), anchors, rng, device)
         with torch.set_grad_enabled(convolved), torch.autocast(device, dtype=torch.bfloat16):
             hidden = draft(features, ids, at, embed, WHOLE)[:, :, 1:].float()
             base = F.linear(hidden, lm_head).float()
