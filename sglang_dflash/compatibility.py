@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.server_args import ServerArgs
@@ -18,7 +19,10 @@ from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import Refusal
 from sglang_dflash.platforms import platform_of, verify_backend
 
+GDN_CONFIGS = (Qwen3NextConfig, Qwen3_5Config)  # and the classes derived from them
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."
+
+FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
 REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
@@ -38,6 +42,15 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
     ("enable_hisparse", (False,), "not implemented", "Leave it out."),
     ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
+    (
+        "mamba_scheduler_strategy",
+        ("no_buffer",),
+        "it stores states where a block crosses an interval, which is not implemented",
+        "Leave it out: prefixes are then shared without it.",
+    ),
+    ("linear_attn_decode_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
+    ("linear_attn_prefill_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
+    ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("enable_pdmux", (False,), "not implemented", "Leave it out."),
     ("enable_two_batch_overlap", (False,), "not implemented", "Leave it out."),
     ("dllm_algorithm", (None,), "not implemented", "Leave it out."),
@@ -199,25 +212,28 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
         )
 
 
-def refuse_recurrent(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse recurrent-state targets.
+def check_states(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse other recurrent states.
 
-    SGLang's own check there suggests flags for another scheduler. After a verify, the state is that
-    of the whole block. This release cannot go back to the state of the last accepted token.
+    SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
+    the only linear attention for which SGLang stores the state behind each position of a verify.
     """
     if (server_args.speculative_algorithm or "").upper() != "DFLASH":
         return
     model_config = server_args.get_model_config()
-    if not (_keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config)):
+    if keeps_gdn_states(model_config):
         return
-    radix = ""
-    if not server_args.disable_radix_cache:
-        radix = " (SGLang also requires --disable-radix-cache for it)"
-    raise Refusal(
-        f"The target {server_args.model_path} has a recurrent state (Mamba, GDN or similar), which "
-        f"this release cannot restore after a partial acceptance{radix}.",
-        WITHOUT_DFLASH,
-    )
+    if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
+        raise Refusal(
+            f"The target {server_args.model_path} has a recurrent state (Mamba, short convolutions "
+            "or similar) that SGLang cannot restore after a partial acceptance.",
+            WITHOUT_DFLASH,
+        )
+
+
+def keeps_gdn_states(model_config: ModelConfig) -> bool:
+    """Whether the target is a hybrid of attention and gated delta networks."""
+    return isinstance(model_config.hf_config.get_text_config(), GDN_CONFIGS)
 
 
 def _keeps_state(config: Any) -> bool:

@@ -52,8 +52,14 @@ DFLASH_HOOKS = (
     Hook(
         "server_args.ServerArgs._handle_model_specific_adjustments",
         "BEFORE",
-        "compatibility:refuse_recurrent",
+        "compatibility:check_states",
         "SGLang's advice for recurrent-state targets is for another scheduler",
+    ),
+    Hook(
+        "server_args.ServerArgs._handle_mamba_radix_cache",
+        "AROUND",
+        "hybrid_targets:share_states",
+        "SGLang refuses a radix cache of recurrent states with speculation",
     ),
     Hook(
         "arg_groups.speculative_hook._handle_dflash",
@@ -128,6 +134,18 @@ DFLASH_HOOKS = (
         "the draft's KV has its own heads and layers",
     ),
     Hook(
+        "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
+        "BEFORE",
+        "hybrid_targets:bound_states",
+        "SGLang allocates the recurrent states of all requests, whether they fit or not",
+    ),
+    Hook(
+        "mem_cache.mamba_radix_cache.MambaRadixCache._match_post_processor",
+        "BEFORE",
+        "hybrid_targets:forget_old_match",
+        "SGLang copies a state that was evicted while the request that matched it waited",
+    ),
+    Hook(
         "model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",
         "AFTER",
         "hooks:windowed_cell_size",
@@ -172,6 +190,19 @@ CUDA_HOOKS = (
         "AFTER",
         "attention.fa3:begin_in_either",
         "a target with two backends calls this method on neither of them",
+    ),
+    Hook(
+        "layers.attention.hybrid_linear_attn_backend"
+        ".HybridLinearAttnBackend.init_forward_metadata_in_graph",
+        "AFTER",
+        "attention.hybrid:begin_in_full_attention",
+        "a target with linear attention calls this method on neither of its backends",
+    ),
+    Hook(
+        "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
+        "AROUND",
+        "attention.hybrid:count_padding",
+        "SGLang takes each request behind one token for a padded row",
     ),
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",

@@ -222,9 +222,11 @@ def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end behind the context.
 
     FA3's page tables are as wide as the context length, and have no pages for positions behind it.
+    The attention of a hybrid target is inside its backend.
     """
     if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
-        backend.max_context_len += runner.server_args.speculative_num_draft_tokens
+        attention = getattr(backend, "full_attn_backend", backend)
+        attention.max_context_len += runner.server_args.speculative_num_draft_tokens
 
 
 def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from sglang_dflash.checkpoint import hub, load
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
-from sglang_dflash.checkpoint.fit import Target, defects, keeps_state, misfits
+from sglang_dflash.checkpoint.fit import Target, defects, keeps_other_state, misfits
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal
 
@@ -122,7 +122,7 @@ def _target(folder: Path) -> Target:
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
-        keeps_state=keeps_state(text),
+        keeps_other_state=keeps_other_state(text),
     )
 
 

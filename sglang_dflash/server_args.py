@@ -82,11 +82,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     compatibility.check_draft(server_args, draft, tensors)
     server_args.speculative_draft_model_quantization = draft.quantization_method
     Options.read(server_args)  # refuses before any process starts
-    if server_args.max_running_requests is None:
-        server_args.max_running_requests = MAX_RUNNING_REQUESTS
-        logger.info(
-            "DFLASH: --max-running-requests %d; give the flag to change it.", MAX_RUNNING_REQUESTS
-        )
+    _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     # SGLang can fuse a layer's all-reduce with the next norm, after its states are captured.
     if server_args.enable_flashinfer_allreduce_fusion:
@@ -94,6 +90,21 @@ def handle_dflash(server_args: ServerArgs) -> None:
         server_args.enable_flashinfer_allreduce_fusion = False
     # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
+
+
+def _bound_requests(server_args: ServerArgs) -> None:
+    """Set the number of running requests.
+
+    For a hybrid target, `hybrid_targets.bound_states` may lower the default, but not a given one.
+    """
+    given = server_args.max_running_requests
+    if given is None:
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        logger.info(
+            "DFLASH: --max-running-requests %d; give the flag to change it.", MAX_RUNNING_REQUESTS
+        )
+    elif server_args.max_mamba_cache_size is None and server_args.disable_radix_cache:
+        server_args.max_mamba_cache_size = given
 
 
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:

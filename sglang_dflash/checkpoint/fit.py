@@ -15,6 +15,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the
 NAMED_FAULTS = 3  # the most faults of weights that a refusal names
 OTHER_DRAFT = "Use the draft that was trained for this target."
 STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
+SERVED_STATES = ("qwen3_next", "qwen3_5", "intern_s2_preview")  # how model_type begins
 STATE_FIELDS = ("linear_attn_config", "linear_num_value_heads", "mamba_d_ssm")
 
 
@@ -26,11 +27,16 @@ class Target:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    keeps_state: bool = False  # it has layers with a recurrent state: Mamba, GDN or similar
+    keeps_other_state: bool = False  # it has layers with a recurrent state that is not served
 
 
-def keeps_state(raw: dict[str, Any]) -> bool:
-    """Whether a target's (text) config.json describes layers with a recurrent state."""
+def keeps_other_state(raw: dict[str, Any]) -> bool:
+    """Whether a target's (text) config.json describes a recurrent state that is not served.
+
+    Those of gated delta networks are served, in the classes of SGLang that return hidden states.
+    """
+    if str(raw.get("model_type") or "").startswith(SERVED_STATES):
+        return False
     kinds = {*(raw.get("layer_types") or ()), *(raw.get("layers_block_type") or ())}
     if kinds:
         return not kinds.isdisjoint(STATE_LAYERS)
@@ -45,8 +51,8 @@ def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:
     padding = abs(draft.vocab_size - target.vocab_size)
     checks = (  # (whether it does not fit, the refusal)
         (
-            target.keeps_state,
-            "The target has a recurrent state, which this release cannot restore after a partial "
+            target.keeps_other_state,
+            "The target has a recurrent state that SGLang cannot restore after a partial "
             "acceptance.",
             "Serve it without DFLASH.",
         ),

@@ -32,3 +32,8 @@ class Accepted(NamedTuple):
     bonus: Tensor  # [B] int64, the last committed token and next anchor
     lens: Tensor  # [B] int64, tokens before the bonus
     kv_slots: Tensor  # [B, w] int64, slots of the anchor and the accepted drafts, 0 behind them
+
+    @property
+    def num_accepted(self) -> Tensor:
+        """The accepted drafts of each request, [B] int64."""
+        return self.packed[:, -1]

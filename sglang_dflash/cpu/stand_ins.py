@@ -12,11 +12,48 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
+STATES_PER_REQUEST = 4  # recurrent states of a hybrid target, those of the radix cache among them
+MANY_REQUESTS = 64
 
 
 def no_kv_copy_kernel(pool: Any) -> None:
     """REPLACE `MHATokenToKVPool._init_kv_copy_and_warmup`: nothing moves KV on this path."""
     pool._kv_copy_config = None
+
+
+def states_on_cpu(
+    original: Any, pool: Any, *, speculative_num_draft_tokens: int | None = None, **given: Any
+) -> None:
+    """AROUND `MambaPool.__init__`: the states of a verify are where the others are.
+
+    SGLang puts these on "cuda".
+    """
+    if given["device"] != "cpu" or speculative_num_draft_tokens is None:
+        original(pool, speculative_num_draft_tokens=speculative_num_draft_tokens, **given)
+        return
+    original(pool, **given)
+    cache, places = pool.mamba_cache, (given["spec_state_size"] + 1, speculative_num_draft_tokens)
+
+    def per_position(states: Tensor) -> Tensor:
+        return states.new_zeros(len(states), *places, *states.shape[2:])
+
+    pool.mamba_cache = pool.SpeculativeState(
+        conv=cache.conv,
+        temporal=cache.temporal,
+        intermediate_ssm=per_position(cache.temporal),
+        intermediate_conv_window=[per_position(conv) for conv in cache.conv],
+    )
+    pool.mem_usage = pool.mamba_cache.mem_usage_bytes() / 2**30
+
+
+def bound_states(runner: Any, total_rest_memory: float) -> None:
+    """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states."""
+    args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
+    if runner.device != "cpu" or args.max_mamba_cache_size is not None:
+        return
+    size = params.mamba_cache_per_req * (1 + (args.speculative_num_draft_tokens or 0))
+    most = STATES_PER_REQUEST * (args.max_running_requests or MANY_REQUESTS)
+    args.max_mamba_cache_size = max(1, min(most, KV_BYTES // size))
 
 
 def alloc_extend(
@@ -122,9 +159,11 @@ def default_limits(_: None, server_args: Any) -> None:
     if server_args.tp_size > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(server_args.tp_size))
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))
+    config = server_args.get_model_config()
+    if config.dtype == torch.float32:  # else convolution states are rounded between two forwards
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if server_args.max_total_tokens is None:
         bound = _bytes_bound(server_args)
-        config = server_args.get_model_config()
         if server_args.max_running_requests is not None:
             bound = min(bound, server_args.max_running_requests * config.context_len)
         page = server_args.page_size

@@ -88,7 +88,22 @@ def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwarg
     """AROUND `ModelRunner._get_attention_backend_from_str`: `torch_native` is `TorchAttention`."""
     if name != "torch_native":
         return original(runner, name, *args, **kwargs)
-    return attn_backend_wrapper(runner, TorchAttention(runner))
+    if runner.hybrid_gdn_config is None:
+        return attn_backend_wrapper(runner, TorchAttention(runner))
+    from sglang_dflash.cpu.gated_delta_net import hybrid_attention  # imports Triton kernels
+
+    return hybrid_attention(runner, TorchAttention(runner))
+
+
+def queries_of(forward_batch: ForwardBatch) -> list[int]:
+    """The number of tokens of each request in a forward."""
+    requests = forward_batch.batch_size
+    if forward_batch.forward_mode.is_target_verify():
+        block = forward_batch.spec_info  # SGLang's own has the same width in every request
+        return list(getattr(block, "lens", [block.draft_token_num] * requests))
+    if forward_batch.forward_mode.is_decode():
+        return [1] * requests
+    return list(forward_batch.extend_seq_lens_cpu)
 
 
 class TorchAttention(TorchNativeAttnBackend):
@@ -96,15 +111,9 @@ class TorchAttention(TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        prefix = forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_target_verify():
-            block = forward_batch.spec_info  # SGLang's own has the same width in every request
-            queries = getattr(block, "lens", [block.draft_token_num] * len(prefix))
-            lengths = [p + q for p, q in zip(prefix, queries, strict=True)]
-        elif forward_batch.forward_mode.is_decode():
-            queries, lengths = [1] * len(prefix), prefix
-        else:
-            queries, lengths = list(forward_batch.extend_seq_lens_cpu), prefix
+        queries, lengths = queries_of(forward_batch), forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_target_verify():  # the block lies behind
+            lengths = [p + q for p, q in zip(lengths, queries, strict=True)]
         table = self.req_to_token_pool.req_to_token
         rows = forward_batch.req_pool_indices.tolist()
         self._segments = [

@@ -15,6 +15,7 @@ from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.runtime.logit_rules import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepCounters
+from sglang_dflash.runtime.recurrent_states import TargetStates
 from sglang_dflash.runtime.verify import Verified
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ class Committed:
 
 
 class Committer:
-    def __init__(self, counters: StepCounters | None) -> None:
-        self._counters = counters
+    def __init__(self, states: TargetStates, counters: StepCounters | None) -> None:
+        self._states, self._counters = states, counters
 
     def commit(
         self, batch: ScheduleBatch, verified: Verified, packed: Tensor
@@ -38,12 +39,13 @@ class Committer:
         """Give the accepted tokens to their requests. packed: `Accepted.packed` on the host."""
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
-            num_committed = verified.accepted.packed[:, -1] + 1
+            num_committed = verified.accepted.num_accepted + 1
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, num_committed)
         committed = self._commit_requests(batch, packed.tolist(), block.lens)
         tokens = [each.tokens for each in committed]
         accepted = [each.num_accepted for each in committed]
+        self._states.keep_taken(batch.req_pool_indices, packed[:, -1], tokens)
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:

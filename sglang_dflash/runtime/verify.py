@@ -23,10 +23,22 @@ from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.recurrent_states import TargetStates
 from sglang_dflash.runtime.sample import TargetSampler
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 
 logger = logging.getLogger(__name__)
+
+# What a prefill does to recurrent states. Its batch keeps these fields and becomes the running
+# batch, and SGLang's linear attention would do all of it again in a verify.
+OF_A_PREFILL = (
+    "mamba_clear_indices",
+    "mamba_cow_src_indices",
+    "mamba_cow_dst_indices",
+    "mamba_track_indices",
+    "mamba_track_mask",
+    "mamba_track_seqlens",
+)
 
 
 @dataclass
@@ -48,10 +60,15 @@ class Verified:
 
 class Verifier:
     def __init__(
-        self, target: TpModelWorker, sampler: TargetSampler, graphs: VerifyGraphs, kernels: Kernels
+        self,
+        target: TpModelWorker,
+        sampler: TargetSampler,
+        graphs: VerifyGraphs,
+        states: TargetStates,
+        kernels: Kernels,
     ) -> None:
         self._target, self._sampler, self._graphs = target, sampler, graphs
-        self._runner, self._kernels = target.model_runner, kernels
+        self._runner, self._states, self._kernels = target.model_runner, states, kernels
         self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
         self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated > 0:
@@ -98,6 +115,7 @@ class Verifier:
             self._target.model_config.context_len,
             simulated,
         )
+        self._states.keep(batch.req_pool_indices, accepted.num_accepted)
         return Verified(block, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:
@@ -111,6 +129,8 @@ class Verifier:
         view.spec_info = block
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang does not remove those of a prompt
+        for name in OF_A_PREFILL:
+            setattr(view, name, None)
         return self._target.forward_batch_generation(view, is_verify=True)
 
     def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:

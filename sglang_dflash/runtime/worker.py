@@ -25,6 +25,7 @@ from sglang_dflash.runtime.draft_window import DraftWindow
 from sglang_dflash.runtime.metrics import StepCounters
 from sglang_dflash.runtime.prefill import Prefill
 from sglang_dflash.runtime.propose import Drafter
+from sglang_dflash.runtime.recurrent_states import states_of
 from sglang_dflash.runtime.sample import TargetSampler
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import DFlashState, HostCopy
@@ -55,7 +56,7 @@ class DFlashWorker:
         reports = place["tp_rank"] == 0
         counted = reports and server_args.enable_metrics
         counters = StepCounters(server_args.speculative_num_draft_tokens) if counted else None
-        self.committer = Committer(counters)
+        self.committer = Committer(self._states, counters)
         _keep_block_in_pool(target_worker, self._options.reserved_tokens)
         if reports:
             self._log_draft()
@@ -93,7 +94,10 @@ class DFlashWorker:
         self._prefill = Prefill(self.target_worker, sampler, self.context_kv)
         any_width = platform_of(args).unequal_widths
         self._graphs = VerifyGraphs(runner, self._options.verify_widths, any_width)
-        self.verifier = Verifier(self.target_worker, sampler, self._graphs, self._kernels)
+        self._states = states_of(runner.req_to_token_pool, self._kernels)
+        self.verifier = Verifier(
+            self.target_worker, sampler, self._graphs, self._states, self._kernels
+        )
         self.verify_width = self._make_verify_width()
         self.next_draft: NextDraft = DraftLater()
         if self._options.draft_ahead:

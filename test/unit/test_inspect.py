@@ -217,15 +217,21 @@ def test_a_draft_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no safetensors file" in problem["what"]
 
 
+LAYER_TYPES = {"layer_types": ["linear_attention", "full_attention"]}
 RECURRENT: dict[str, dict[str, Any]] = {
-    "Qwen 3 Next": {"linear_num_value_heads": 32},
-    "Qwen 3.5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "Qwen 3 Next": {"model_type": "qwen3_next", "linear_num_value_heads": 32},
+    "Qwen 3.5": {"text_config": LAYER_TYPES | {"model_type": "qwen3_5_text"}},
     "Nemotron H": {"hybrid_override_pattern": "M*M-"},
+    "another": {"text_config": LAYER_TYPES},
 }
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "served"), zip(RECURRENT, [True, True, False, False], strict=True)
+)
+def test_recurrent_targets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, served: bool
+) -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 160}
     target, fields = tmp_path / "target", RECURRENT[family]
     target.mkdir()
@@ -234,9 +240,9 @@ def test_recurrent_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], f
     (target / "config.json").write_text(json.dumps(raw))
     config = draft_config()
     draft = write_draft(tmp_path / "draft", config, draft_weights(config))
-    assert main(["inspect", str(draft), "--target", str(target), "--json"]) == 2
-    [problem] = json.loads(capsys.readouterr().out)["problems"]
-    assert "recurrent state" in problem["what"]
+    assert main(["inspect", str(draft), "--target", str(target), "--json"]) == (0 if served else 2)
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert ["recurrent state" in problem["what"] for problem in problems] == [True] * (not served)
 
 
 JSON_TYPES = {

@@ -7,6 +7,7 @@ from those of the neighbouring layers. docs/checkpoints.md says which classes ar
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,26 @@ TARGETS: dict[str, dict[str, Any]] = {  # SGLang's class -> config fields beyond
     "Glm4MoeForCausalLM": HEADS | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
 }
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+GDN = HEADS | {  # every second layer keeps a recurrent state
+    "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+MANY_EXPERTS = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
+HALF = {"partial_rotary_factor": 0.5}
+TARGETS["Qwen3NextForCausalLM"] = (
+    GDN | MANY_EXPERTS | HALF | {"norm_topk_prob": True, "rope_theta": 10_000.0}
+)
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 VISION |= {"out_hidden_size": HIDDEN}
+HYBRIDS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part matters; only text is compared
     "Qwen2_5_VLForConditionalGeneration": {
@@ -84,7 +103,19 @@ MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part matters; only text is
         "vision_config": VISION | {"deepstack_visual_indexes": [0]},
     },
 }
-ALWAYS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+INTERLEAVED = MROPE | HALF | {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
+for experts, kind in ((MANY_EXPERTS, "Moe"), ({}, "")):
+    MULTIMODAL[f"Qwen3_5{kind}ForConditionalGeneration"] = {
+        "text_config": SIZES | GDN | HALF | experts | {"rope_parameters": INTERLEAVED},
+        "vision_config": VISION,
+    }
+ALWAYS = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    *HYBRIDS[:2],
+)
 
 
 def config_of(architecture: str) -> Any:
@@ -102,15 +133,29 @@ def write(folder: Path, architecture: str) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:  # Transformers starts them at 0 or 1
             parameter.data += 0.1 * torch.randn_like(parameter)
+        if name.endswith("A_log"):  # of a state that lasts for some tokens
+            parameter.data = torch.rand_like(parameter) * 2 - 2
     model.save_pretrained(folder)
     write_tokenizer(folder, VOCAB)
+    if architecture in HYBRIDS:
+        name_the_interval(folder)
     if architecture in MULTIMODAL:
         write_processor(folder, architecture.removesuffix("ForConditionalGeneration"))
     return model
 
 
+def name_the_interval(folder: Path) -> None:
+    """Write what SGLang reads instead of `layer_types`. Transformers does not save it."""
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["full_attention_interval"] = 2
+    config.setdefault("rope_theta", 10_000.0)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_processor(folder: Path, family: str) -> None:
     """Write a processor. SGLang reads one at startup, although these tests send no images."""
+    if family.startswith("Qwen3_5"):  # has no processor of its own
+        family = "Qwen3VL"
     video = "Qwen3VLVideoProcessor" if family == "Qwen3VL" else "Qwen2VLVideoProcessor"
     getattr(transformers, f"{family}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(),

@@ -1,0 +1,158 @@
+"""Gated delta networks (GDN) in torch: the linear attention of hybrid targets.
+
+SGLang's own is made of Triton kernels, or of operations that need AMX and cannot verify a block.
+A head keeps a matrix S of values by keys. Each token decays it, writes its value at its key, and
+reads it with its query (Yang et al. 2024, arXiv 2412.06464): S = d S, S = S + b (v - S k) k^T,
+o = S q.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.srt.layers.attention.fla.layernorm_gated import RMSNorm as GatedRMSNorm
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+    MambaAttnBackendBase,
+)
+from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
+from torch.nn import functional as F
+
+from sglang_dflash.cpu.torch_attention import TorchAttention, queries_of
+
+TINY = 1e-6  # keeps the norm of a key from 0
+
+
+def hybrid_attention(runner: ModelRunner, full: TorchAttention) -> HybridLinearAttnBackend:
+    """The backend of a hybrid target. Its gated norms run in torch from now on."""
+    for module in runner.model.modules():
+        if isinstance(module, (GatedRMSNorm, FusedRMSNormGated)):
+            module.forward = partial(_gated_norm, module)
+    layers = runner.mambaish_config.full_attention_layer_ids
+    return HybridLinearAttnBackend(full, TorchGatedDeltaNet(runner), layers)
+
+
+class TorchGatedDeltaNet(MambaAttnBackendBase):
+    """Linear attention over requests with any number of tokens each."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._execute_deferred_mamba_cow_and_clear(forward_batch)
+        lens = torch.tensor(queries_of(forward_batch))
+        self._lens, self._present = lens, torch.arange(int(lens.max())) < lens[:, None]
+        slots = self.req_to_token_pool.get_mamba_indices(forward_batch.req_pool_indices)
+        self._slots = slots.long()
+        ends = F.pad(lens.cumsum(0), (1, 0)).int()
+        self.forward_metadata = ForwardMetadata(query_start_loc=ends, mamba_cache_indices=slots)
+
+    def forward_extend(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        **_: object,
+    ) -> Tensor:
+        """mixed_qkv: [n, H*K + H*K + HV*V]; a, b: [n, HV]. Returns [1, n, HV, V].
+
+        A verify stores the state behind each of its tokens in the pool's scratch, by the request's
+        place in the batch. Other forwards store the last state in the request's slot.
+        """
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        verifies = forward_batch.forward_mode.is_target_verify()
+        conv = cache.conv[0]
+        inputs = torch.cat([conv[self._slots], self._pad(mixed_qkv).transpose(1, 2)], dim=2)
+        behind = inputs.unfold(2, conv.shape[2], 1)  # [B, dim, T + 1, width - 1]
+        qkv = self._convolved(layer, inputs)
+        query, key, value = qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=2)
+        group = layer.num_v_heads // layer.num_k_heads
+        query = _unit(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
+        key = _unit(key.unflatten(2, (-1, layer.head_k_dim)))
+        read, last = self._recurrence(
+            query.repeat_interleave(group, dim=2),
+            key.repeat_interleave(group, dim=2),
+            value.unflatten(2, (-1, layer.head_v_dim)).float(),
+            *self._gates(layer, a, b),
+            cache.temporal[self._slots].float(),
+            cache.intermediate_ssm if verifies else None,
+        )
+        if verifies:
+            requests, steps = self._present.shape
+            window = cache.intermediate_conv_window[0]
+            window[:requests, :steps] = behind[:, :, 1:].transpose(1, 2)
+        else:
+            conv[self._slots] = behind[torch.arange(len(behind)), :, self._lens].to(conv.dtype)
+            cache.temporal[self._slots] = last.to(cache.temporal.dtype)
+        return read[self._present].to(mixed_qkv.dtype)[None]
+
+    forward_decode = forward_extend
+
+    def _pad(self, tokens: Tensor) -> Tensor:
+        """[n, ..] -> [B, T, ..], 0 behind the tokens of a request."""
+        padded = tokens.new_zeros(*self._present.shape, *tokens.shape[1:])
+        padded[self._present] = tokens
+        return padded
+
+    def _convolved(self, layer: RadixLinearAttention, inputs: Tensor) -> Tensor:
+        """inputs: [B, dim, width - 1 + T] -> [B, T, dim] float32."""
+        assert layer.activation in ("silu", "swish")
+        weights = layer.conv_weights.float()[:, None]  # [dim, 1, width]
+        convolved = F.conv1d(inputs.float(), weights, layer.bias, groups=len(weights))
+        return F.silu(convolved).transpose(1, 2)
+
+    def _gates(self, layer: RadixLinearAttention, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Decay and strength of each token: [B, T, HV] float32. Padding leaves a state as it is."""
+        rate = F.softplus(a.float() + layer.dt_bias.float())
+        decay = (-layer.A_log.float().exp() * rate).exp()
+        absent = ~self._present[:, :, None]
+        return self._pad(decay).masked_fill_(absent, 1), self._pad(b.float().sigmoid())
+
+    def _recurrence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        state: Tensor,
+        snapshots: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """query, key: [B, T, HV, K]; value: [B, T, HV, V]; decay, strength: [B, T, HV].
+
+        state: [B, HV, V, K]; snapshots: [>= B, >= T, HV, V, K] or None. Returns what each token
+        reads, as value, and the last states.
+        """
+        read = torch.empty_like(value)
+        for t in range(value.shape[1]):
+            state = state * decay[:, t, :, None, None]
+            known = (state @ key[:, t, :, :, None]).squeeze(3)
+            change = (value[:, t] - known) * strength[:, t, :, None]
+            state = state + change[..., None] * key[:, t, :, None]
+            read[:, t] = (state @ query[:, t, :, :, None]).squeeze(3)
+            if snapshots is not None:
+                snapshots[: len(state), t] = state
+        return read, state
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, float32."""
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
+
+
+def _gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:
+    """`forward` of both gated norms, of layers that norm before the gate. x, z: [n, D]."""
+    assert getattr(module, "norm_before_gate", True)
+    assert getattr(module, "group_size", None) is None
+    assert module.activation in ("silu", "swish", "sigmoid")
+    gate = torch.sigmoid(z.float()) if module.activation == "sigmoid" else F.silu(z.float())
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + module.eps).rsqrt()
+    gated: Tensor = normed * module.weight.float() * gate
+    return gated.to(x.dtype)

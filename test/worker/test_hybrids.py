@@ -1,0 +1,197 @@
+"""Hybrid targets: their recurrent states are those of the committed tokens, no more no less."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.runtime.recurrent_states import RecurrentStates
+from test.checkpoints import draft_config, draft_weights, write_draft
+from test.inprocess import InProcess
+from test.worker.conftest import Cut, Request, facts, force, prompt
+from test.worker.test_targets import write
+
+LONG = {"max_new_tokens": 40, "ignore_eos": True}
+NEXT, WITH_IMAGES = "Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"
+
+
+@dataclass
+class Pair:
+    target: str
+    draft: str
+    asked: list[Request]
+    answers: list[dict[str, Any]]  # without speculation, alone
+
+    def serve(self, **flags: Any) -> InProcess:
+        return InProcess(self.target, self.draft, **flags)
+
+
+@pytest.fixture(scope="module", params=[NEXT, pytest.param(WITH_IMAGES, marks=pytest.mark.full)])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("hybrid")
+    write(folder / "target", request.param)
+    config = draft_config()
+    draft = write_draft(folder / "draft", config, draft_weights(config))
+    asked = [(prompt(30 + i, 1 + 9 * i), LONG) for i in range(6)]
+    with InProcess(str(folder / "target"), disable_radix_cache=True) as engine:
+        answers = []
+        for ids, options in asked:
+            req = engine.add(ids, **options)
+            engine.run(req)
+            answers.append(facts(req))
+    return Pair(str(folder / "target"), str(draft), asked, answers)
+
+
+@pytest.fixture(params=["on", pytest.param("off", marks=pytest.mark.full)])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DRAFT_AHEAD, request.param)
+
+
+def served(engine: InProcess, pair: Pair) -> list[dict[str, Any]]:
+    """The answers to all requests at once, with any number of accepted drafts."""
+    rng, reqs = random.Random(2), []
+    forced = force(engine, lambda _: rng.randint(0, 7))
+    for (ids, options), answer in zip(pair.asked, pair.answers, strict=True):
+        reqs.append(engine.add(ids, **options))
+        forced.truth[reqs[-1].rid] = answer["ids"]
+        engine.step()
+    engine.run(*reqs)
+    return [facts(req) for req in reqs]
+
+
+FLAGS: list[dict[str, Any]] = [
+    {"disable_radix_cache": True},
+    {"disable_radix_cache": True, "page_size": 16, "chunked_prefill_size": 16},
+    {"chunked_prefill_size": 8},
+    {"speculative_num_draft_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_equals_target(pair: Pair, ahead: None, cuts: Cut, flags: dict[str, Any]) -> None:
+    """Requests join one after another. Blocks are verified whole, or any part of each."""
+    with pair.serve(**flags) as engine:
+        cuts(engine)
+        slots = engine.rows.mamba_allocator
+        free = slots.available_size()
+        assert served(engine, pair) == pair.answers
+        engine.scheduler.flush_cache()
+        assert slots.available_size() == free
+
+
+def test_retraction(pair: Pair, ahead: None) -> None:
+    """A request that runs out of memory is prefilled again, with its state."""
+    flags = {"max_total_tokens": 224, "schedule_conservativeness": 0.01}
+    with pair.serve(**flags) as engine:
+        retract = engine.scheduler.update_running_batch
+        retracted: list[Any] = []
+
+        def watched(batch: Any) -> Any:
+            kept = retract(batch)
+            retracted.extend(req for req in engine.scheduler.waiting_queue if req.retraction_count)
+            return kept
+
+        engine.scheduler.update_running_batch = watched
+        assert served(engine, pair) == pair.answers
+        assert retracted
+
+
+def test_abort(pair: Pair, ahead: None) -> None:
+    """The slot of an aborted request goes to the next one, which begins with an empty state."""
+    with pair.serve(disable_radix_cache=True, max_running_requests=2) as engine:
+        for _ in range(3):
+            lost = engine.add(prompt(70, 30), **LONG)
+            for _ in range(4):
+                engine.step()
+            engine.abort(lost)
+            ids, options = pair.asked[1]
+            req = engine.add(ids, **options)
+            engine.run(req)
+            assert facts(req) == pair.answers[1]
+
+
+Turns = dict[tuple[int, int], list[int]]  # the answer to each turn of each conversation
+
+
+def converse(engine: InProcess, truth: Turns | None) -> tuple[Turns, bool]:
+    """Six conversations of two turns. Returns the answers, and whether all second turns hit."""
+    rng, answers, hit = random.Random(4), {}, True
+    forced = None if truth is None else force(engine, lambda _: rng.randint(0, 7))
+    for i in range(6):
+        asked, known = prompt(80 + i, 20 + 7 * i), 0
+        for turn, length in enumerate((7 + i, 12)):
+            req = engine.add(asked, max_new_tokens=length, ignore_eos=True)
+            if (
+                forced is not None and truth is not None
+            ):  # a first turn ends inside its accepted drafts
+                forced.truth[req.rid] = truth[i, turn] + [0] * 8
+            engine.run(req)
+            hit &= req.cached_tokens == known
+            answers[i, turn] = list(req.output_ids)
+            known = len(asked) + length - 1
+            asked = asked + list(req.output_ids) + prompt(90, 4)
+    return answers, hit
+
+
+@pytest.fixture(scope="module")
+def turns(pair: Pair) -> Turns:
+    with InProcess(pair.target, disable_radix_cache=True) as engine:
+        return converse(engine, None)[0]
+
+
+def second_turns(pair: Pair, turns: Turns) -> bool:
+    """Whether all turns are right. A second one is served from the state of the first."""
+    with pair.serve() as engine:
+        answers, hit = converse(engine, turns)
+    assert hit
+    return answers == turns
+
+
+def test_second_turns(pair: Pair, turns: Turns, ahead: None) -> None:
+    """The radix cache takes over the state of a request that ended at any block position."""
+    assert second_turns(pair, turns)
+
+
+def test_equal_prompts_share_a_state(pair: Pair) -> None:
+    """Requests that run at once continue from one stored state, and none changes it."""
+    ids, options = pair.asked[4]
+    with pair.serve() as engine:
+        engine.run(engine.add(ids[:20], max_new_tokens=1))
+        reqs = [engine.add(ids, **options) for _ in range(3)]
+        engine.run(*reqs)
+        assert all(facts(req) == pair.answers[4] for req in reqs)
+        assert [req.cached_tokens for req in reqs] == [20] * 3
+
+
+def skip(*_: object) -> None:
+    """What a mutation does instead."""
+
+
+@pytest.mark.parametrize("method", ["keep", "keep_taken"])
+def test_states_that_are_not_kept_are_seen(
+    pair: Pair, turns: Turns, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Mutations: the states behind the whole block, or behind all accepted drafts, stay."""
+    monkeypatch.setattr(RecurrentStates, method, skip)
+    assert not second_turns(pair, turns)
+
+
+def test_work_of_a_prefill_that_is_repeated_is_seen(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutation: a verify gets what its batch had to do as a prefill."""
+    monkeypatch.setattr("sglang_dflash.runtime.verify.OF_A_PREFILL", ())
+    with pair.serve(disable_radix_cache=True) as engine:
+        assert served(engine, pair) != pair.answers
+
+
+def test_width_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A width of its own per request, or one per batch for a target with 3-D positions."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    with pair.serve() as engine:
+        assert engine.worker.verify_width._unequal != engine.worker.model_runner.model_is_mrope
+        assert served(engine, pair) == pair.answers
