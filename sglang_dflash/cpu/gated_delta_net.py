@@ -44,8 +44,10 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         self._execute_deferred_mamba_cow_and_clear(forward_batch)
-        lens = torch.tensor(queries_of(forward_batch))
-        self._lens, self._present = lens, torch.arange(int(lens.max())) < lens[:, None]
+        queries, device = queries_of(forward_batch), self.device
+        lens = torch.tensor(queries, device=device)
+        self._lens = lens
+        self._present = torch.arange(max(queries), device=device) < lens[:, None]  # [B, T]
         slots = self.req_to_token_pool.get_mamba_indices(forward_batch.req_pool_indices)
         self._slots = slots.long()
         ends = F.pad(lens.cumsum(0), (1, 0)).int()
@@ -88,7 +90,9 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
             window = cache.intermediate_conv_window[0]
             window[:requests, :steps] = behind[:, :, 1:].transpose(1, 2)
         else:
-            conv[self._slots] = behind[torch.arange(len(behind)), :, self._lens].to(conv.dtype)
+            conv[self._slots] = behind[
+                torch.arange(len(behind), device=self.device), :, self._lens
+            ].to(conv.dtype)
             cache.temporal[self._slots] = last.to(cache.temporal.dtype)
         return read[self._present].to(mixed_qkv.dtype)[None]
 

@@ -31,6 +31,7 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # as all else here
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -176,6 +176,8 @@ def pretend() -> None:
     }.items():
         setattr(cuda, name, value)
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    module_of = torch.get_device_module
+    torch.get_device_module = lambda device=None: module_of("cuda" if device is None else device)
     _pretend_tensors()
     _pretend_nccl()
     mode: Any = memory.DeviceMode
@@ -254,6 +256,12 @@ def _pretend_tensors() -> None:
         return make
 
     torch.tensor, torch.as_tensor = made(tensor), made(as_tensor)
+
+    def new(self: Tensor, data: Any, **kwargs: Any) -> Tensor:
+        kind = {"dtype": self.dtype, "device": self.device}
+        return cast(Tensor, torch.tensor(data, **kind | kwargs))
+
+    kind.new_tensor = new
 
     # It allocates memory in C++, where a marked tensor counts as a host tensor.
     functional: Any = torch._C._nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from test.rehearsal.device import memory
+from test.rehearsal.device import kernels, memory
 from test.rehearsal.device.attention import (
     FlashInferPrefill,
     flash_attention_3,
@@ -50,6 +51,17 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     residual.add_(x)
     x.copy_(_normed(residual, weight, eps))
+
+
+def gemma_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, _: bool) -> None:
+    out.copy_(_normed(x, weight.float() + 1, eps))
+
+
+def gemma_fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, _: bool
+) -> None:
+    residual.add_(x)
+    x.copy_(_normed(residual, weight.float() + 1, eps))
 
 
 def qk_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
@@ -149,11 +161,14 @@ def pretend() -> None:
         "sgl_kernel::fwd": flash_attention_3,
         "sgl_kernel::rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
         "sgl_kernel::fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
+        "sgl_kernel::gemma_rmsnorm": gemma_rms_norm,
+        "sgl_kernel::gemma_fused_add_rmsnorm": gemma_fused_add_rms_norm,
         "sgl_kernel::get_scheduler_metadata": make_schedule,
         "sgl_kernel::silu_and_mul": lambda out, x, *_: silu_and_mul(x, out),
     }
     _pretend_flashinfer()
     _pretend_jit()
+    _pretend_gated_delta_rule()
 
 
 def _pretend_jit() -> None:
@@ -196,3 +211,16 @@ def _pretend_flashinfer() -> None:
         raise memory.DeviceError(f"no twin of {spec.name}")
 
     JitSpec.build_and_load = refuse
+
+
+def _pretend_gated_delta_rule() -> None:
+    """Let the prefill of gated delta networks take fp32. Its kernels do in the interpreter."""
+    from sglang.srt.layers.attention.fla import op
+
+    op.exp = kernels.exp
+    from sglang.srt.layers.attention.fla import chunk
+
+    source = inspect.getsource(chunk.chunk_gated_delta_rule)
+    check = "q.dtype != torch.float32"
+    assert check in source
+    exec(source.replace(check, "True"), vars(chunk))
