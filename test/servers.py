@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,19 @@ ORDERED = """
 
         orchestrator = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
         HookRegistry.register(f"{orchestrator}.__init__", ordered, HookType.BEFORE)
+"""
+# A process that SGLang spawns imports SGLang anew, most of a server's start. A fork has it already.
+# What users start spawns: `test_sglang_serve` does so, too.
+FORKED = """
+    def plugin():
+        import multiprocessing
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def forked(result, server_args):
+            multiprocessing.set_start_method("fork", force=True)
+
+        function = "sglang.srt.entrypoints.engine._set_envs_and_config"
+        HookRegistry.register(function, forked, HookType.AFTER)
 """
 
 
@@ -143,11 +157,10 @@ def running(
 ) -> Iterator[Client]:
     """A server that is alive at the end, or the test fails with its log."""
     arguments = [*COMMON, *(DFLASH if dflash else REFERENCE), *flags]
+    given = {**os.environ, **STRICT, **(environment or {})}
     with (
         TemporaryDirectory() as folder,
-        Server(
-            [*arguments, *draft_of(family, folder)], {**STRICT, **(environment or {})}
-        ) as server,
+        Server([*arguments, *draft_of(family, folder)], with_forks(given, folder)) as server,
     ):
         try:
             yield Client(server, flags, dflash)
@@ -157,6 +170,14 @@ def running(
             raise
         assert server.alive, server.tail(60)
         assert "Scheduler hit an exception" not in server.log.read_text()
+
+
+def with_forks(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment of a server that forks its processes. folder: gets the plugin."""
+    paths = [str(distribution(Path(folder), "forked", "1.0", FORKED))]
+    if "PYTHONPATH" in environment:
+        paths.append(environment["PYTHONPATH"])
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def draft_of(family: str | None, folder: str) -> tuple[str, ...]:
