@@ -18,6 +18,7 @@ from test.worker.conftest import prompt
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 OURS = "runtime/state.py:wait event"
+REST = [("fa3", "off", 16), ("flashinfer", "off", 1)]
 
 
 def steady(run: InProcess) -> list[Any]:
@@ -38,8 +39,9 @@ def watched_step(run: InProcess) -> tuple[int, int, int, list[str]]:
 @pytest.mark.parametrize(
     ("backend", "ahead", "page"),
     [
-        *itertools.product(["fa3", "flashinfer"], ["on", "off"], [1, 16]),
-        *itertools.product(["triton"], ["on"], [1, 16]),
+        *itertools.product(["fa3", "flashinfer", "triton"], ["on"], [1, 16]),
+        *[("fa3", "off", 1), ("flashinfer", "off", 16)],
+        *[pytest.param(*rest, marks=pytest.mark.full) for rest in REST],
     ],
 )
 def test_the_host_waits_once(
