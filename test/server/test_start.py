@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -25,7 +26,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test import inprocess  # loads the plugins
 from test.plugins import distribution
-from test.servers import DFLASH, Client, chat, running
+from test.servers import DFLASH, Client, chat, running, with_forks
 
 assert inprocess
 
@@ -238,11 +239,11 @@ def test_default_size_of_the_kv_pools(case: str, caplog: pytest.LogCaptureFixtur
 class Demo:
     """`sglang-dflash demo --json`, and every process that it has ever had."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "sglang_dflash.cli", "demo", "--json"]
         self.process = subprocess.Popen(
             command,
-            env=clean_environment(),
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -266,16 +267,32 @@ class Demo:
         return left
 
 
+@contextmanager
+def started(environment: dict[str, str]) -> Iterator[Demo]:
+    demo = Demo(environment)
+    try:
+        yield demo
+    finally:
+        for process in demo.leftover:
+            process.kill()
+
+
 @pytest.fixture
 def demo() -> Iterator[Demo]:
-    demo = Demo()
-    yield demo
-    for process in demo.leftover:
-        process.kill()
+    with started(clean_environment()) as demo:
+        yield demo
 
 
-def test_demo(demo: Demo) -> None:
+@pytest.fixture
+def forking_demo(tmp_path: Path) -> Iterator[Demo]:
+    """A demo whose servers start sooner."""
+    with started(with_forks(clean_environment(), str(tmp_path))) as demo:
+        yield demo
+
+
+def test_demo(forking_demo: Demo) -> None:
     """One line of JSON, every answer the target's own, no process left."""
+    demo = forking_demo
     demo.watch(900)
     out, err = demo.process.communicate(timeout=10)
     assert demo.process.returncode == 0, err
