@@ -22,6 +22,7 @@ from test.servers import TWO_RANKS, Client, chat
 TOKENIZER = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
 WORD = held_out("word", 4, seed=9)
 CODE = held_out("code", 2, seed=9)
+LONG = {"max_new_tokens": 160, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -154,17 +155,19 @@ def test_session(server: Client, reference: Client) -> None:
     assert talk(server) == talk(reference)
 
 
+@pytest.fixture(scope="module")
+def long_answer(reference: Client) -> list[int]:
+    ids: list[int] = reference.generate(CODE[1].prompt, **LONG)["output_ids"]
+    return ids
+
+
 @on(TWO_RANKS)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_and_continue(server: Client, reference: Client, mode: str) -> None:
+def test_pause_and_continue(server: Client, long_answer: list[int], mode: str) -> None:
     """pause_generation in mid-answer changes nothing of the answer."""
-    prompt = CODE[1].prompt
-    expected = reference.generate(prompt, max_new_tokens=240, ignore_eos=True)["output_ids"]
     found: list[list[int]] = []
     thread = threading.Thread(
-        target=lambda: found.append(
-            server.generate(prompt, max_new_tokens=240, ignore_eos=True)["output_ids"]
-        )
+        target=lambda: found.append(server.generate(CODE[1].prompt, **LONG)["output_ids"])
     )
     thread.start()
     time.sleep(0.4)
@@ -175,7 +178,7 @@ def test_pause_and_continue(server: Client, reference: Client, mode: str) -> Non
     finally:
         assert server.post("/continue_generation").status_code == 200
     thread.join(timeout=120)
-    assert found == [expected]
+    assert found == [long_answer]
 
 
 @on(TWO_RANKS)

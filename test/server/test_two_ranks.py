@@ -15,8 +15,8 @@ PROMPTS = [chat(example.prompt) for example in held_out("word", 3, seed=21)]
 
 
 def test_small_pool_retracts_over_http(server: Client, reference: Client) -> None:
-    """24 at once on KV for a few: some are retracted, all get the target's own tokens."""
-    prompts = mixed_prompts()[:24]
+    """12 at once on KV for a few: some are retracted, all get the target's own tokens."""
+    prompts = mixed_prompts()[:12]
     alone = reference.generate_many(prompts, max_new_tokens=100, ignore_eos=True)
     before = len(server.server.log.read_text())
     answers = server.generate_many(prompts, max_new_tokens=100, ignore_eos=True)
