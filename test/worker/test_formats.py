@@ -99,6 +99,15 @@ def drafts_of_rank(
             results.put((path, rank, (trace(engine, PROMPT, 60), probabilities)))
 
 
+def drafts_of_both_ranks(*given: Any) -> None:
+    """`drafts_of_rank` of rank 0 in this process. Its fork, rank 1, need not import SGLang anew."""
+    fork = multiprocessing.get_context("fork")
+    other = fork.Process(target=drafts_of_rank, args=(1, *given), daemon=True)
+    other.start()
+    drafts_of_rank(0, *given)
+    other.join()
+
+
 def watched(drafter: Any) -> list[list[float]]:
     """A list that gets the probabilities of each drafted block, if they are computed."""
     propose, found = drafter.propose, []
@@ -120,23 +129,16 @@ def traces_of_two_ranks(
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     drafts = [(path, noise, free_port()) for path, noise in paths.items()]
-    ranks = [
-        context.Process(
-            target=drafts_of_rank, args=(rank, target, page, drafts, results), daemon=True
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
+    process = context.Process(target=drafts_of_both_ranks, args=(target, page, drafts, results))
+    process.start()
     found: dict[tuple[str, int], Trace] = {}
     try:
         for _ in range(2 * len(paths)):
             path, rank, traced = results.get(timeout=500)
             found[path, rank] = traced
     finally:
-        for process in ranks:
-            process.join(timeout=20)
-            process.kill()
+        process.join(timeout=20)
+        process.kill()  # the other rank ends with it
     return found
 
 
