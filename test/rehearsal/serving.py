@@ -27,12 +27,12 @@ GRAMMAR = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 12}
 Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, tokens
 
 
-def once_each(backends: list[str], values: list[Any]) -> list[Any]:
-    """All pairs: every backend with one of the values, in turn; the other pairs are `full`."""
-    chosen = list(zip(backends, itertools.cycle(values), strict=False))
+def once_each(ones: list[Any], values: list[Any]) -> list[Any]:
+    """All pairs: every one of `ones` with one value, in turn; the other pairs are `full`."""
+    chosen = list(zip(ones, itertools.cycle(values), strict=False))
     return [
         pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full)
-        for pair in itertools.product(backends, values)
+        for pair in itertools.product(ones, values)
     ]
 
 

@@ -12,7 +12,7 @@ from triton.compiler.errors import CompilationError
 from sglang_dflash.kernels import store_kv
 from test.checkpoints import write_draft, write_target
 from test.rehearsal.device import kernels
-from test.rehearsal.serving import HEADS, N, engine, small_draft
+from test.rehearsal.serving import HEADS, N, engine, once_each, small_draft
 from test.worker.conftest import prompt
 
 STEP = {"max_new_tokens": 3, "ignore_eos": True}
@@ -38,8 +38,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+DIMS = [256, 96, 128, 64]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), once_each(DIMS, ["float32", "float16", "bfloat16"]))
 def test_dtypes_and_head_sizes(
     tmp_path: Path, compiled: dict[str, set[str]], dtype: str, dim: int
 ) -> None:
