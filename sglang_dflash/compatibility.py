@@ -10,6 +10,7 @@ from safetensors import safe_open
 from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import DFlashConfig
@@ -37,7 +38,6 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
     ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
     ("enable_lora", (None, False), "not implemented", "Leave the adapters out."),
-    ("kv_cache_dtype", ("auto",), "the draft's KV keeps the model's dtype", "Leave it at auto."),
     ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
     ("enable_hisparse", (False,), "not implemented", "Leave it out."),
@@ -181,13 +181,88 @@ def _check_heads(server_args: ServerArgs, draft: DFlashConfig) -> None:
 
 
 def _check_kv(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    if _has_fp8_kv(model_config):
+    """Check the dtype of the target's KV, which a flag or the checkpoint asks for."""
+    target, asked = f"The target {server_args.model_path}", server_args.kv_cache_dtype
+    if server_args.quantization_param_path and not platform_of(server_args).scale_files:
         raise Refusal(
-            f"The checkpoint of the target {server_args.model_path} requires KV in FP8, but this "
-            "release keeps the KV of draft and target in the model's dtype.",
-            "Use a checkpoint without kv_cache_quant_algo, or serve it without "
-            "--speculative-algorithm DFLASH.",
+            "The scales of --quantization-param-path do not work: SGLang divides K and V by them, "
+            "but its attention backends cannot multiply by them.",
+            "Use a checkpoint that holds the scales, or leave the flag out.",
         )
+    if asked == "auto" and _has_fp8_kv(model_config):
+        asked = "fp8_e4m3"
+    if asked.startswith("fp8"):
+        _check_fp8_kv(server_args, model_config, asked)
+    elif asked != "auto" and model_config.dtype == torch.float16:
+        raise Refusal(
+            f"{target} computes in float16, so its KV cannot be {asked}.",
+            "Leave --kv-cache-dtype out, or give --dtype bfloat16.",
+        )
+
+
+def _check_fp8_kv(server_args: ServerArgs, model_config: ModelConfig, asked: str) -> None:
+    target, (prefill, decode) = f"The target {server_args.model_path}", _backends(server_args)
+    if model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(
+            f"{target} uses latent attention (MLA), whose KV is not served in FP8.",
+            "Give --kv-cache-dtype bfloat16.",
+        )
+    if asked == "fp8_e5m2" and "fa3" in (prefill, decode):
+        raise Refusal(
+            "The attention backend fa3 does not read KV in fp8_e5m2.",
+            "Give --kv-cache-dtype fp8_e4m3, or --attention-backend flashinfer.",
+        )
+    if model_config.dtype == torch.float16 and "fa3" in (prefill, decode):
+        raise Refusal(
+            f"{target} computes in float16, but fa3 returns bfloat16 if KV is in FP8.",
+            "Give --dtype bfloat16, or --attention-backend flashinfer.",
+        )
+    if verify_backend(server_args) != decode:
+        raise Refusal(
+            f"Each attention backend rounds in its own way if KV is in FP8, so {prefill} cannot "
+            f"verify for {decode}.",
+            "Give --speculative-attention-mode decode.",
+        )
+
+
+def _backends(server_args: ServerArgs) -> tuple[str, str]:
+    """The target's attention backends for prefill and decode."""
+    prefill, decode = server_args.get_attention_backends()
+    return str(prefill), str(decode)
+
+
+def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
+    """Raise `Refusal` if the KV of the loaded target cannot be served. runner: its ModelRunner.
+
+    SGLang reads from the loaded model that KV is in FP8, and sets --kv-cache-dtype. Before, only
+    checkpoints on this machine can be checked.
+    """
+    _check_kv(server_args, runner.model_config)
+    backends = _backends(server_args)
+    if not _has_scales(runner.model):
+        return
+    if "flashinfer" in backends:
+        raise Refusal(
+            f"The target {server_args.model_path} has scales of its KV, and SGLang's flashinfer "
+            "backend leaves them out when it prefills behind a cached prefix.",
+            "Give --attention-backend fa3 or triton.",
+        )
+    if "triton" in backends and runner.kv_cache_dtype == runner.dtype:
+        raise Refusal(
+            f"The target {server_args.model_path} has scales for KV in FP8, and SGLang's triton "
+            f"backend also multiplies KV in {runner.kv_cache_dtype} by them.",
+            "Give --kv-cache-dtype fp8_e4m3, or --attention-backend fa3.",
+        )
+
+
+def _has_scales(model: torch.nn.Module) -> bool:
+    """Whether K or V of a layer is divided by a scale other than 1 before it is stored."""
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention):
+            scales = layer.k_scale_float, layer.v_scale_float
+            if any(scale not in (None, 1.0) for scale in scales):
+                return True
+    return False
 
 
 def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
@@ -209,6 +284,20 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
             f"{target} is quantised ({model_config.quantization}), which is not served on a "
             f"{device}.",
             "Use its unquantised checkpoint.",
+        )
+
+
+def refuse_fp4_kv(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs._handle_kv4_compatibility`: refuse KV in FP4.
+
+    SGLang itself ends there in an assertion, whatever the algorithm.
+    """
+    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+        return
+    if server_args.kv_cache_dtype == "fp4_e2m1":
+        raise Refusal(
+            "DFLASH does not work with --kv-cache-dtype fp4_e2m1: not implemented.",
+            "Give fp8_e4m3 or bfloat16.",
         )
 
 
@@ -245,17 +334,14 @@ def _keeps_state(config: Any) -> bool:
 
 
 def _has_fp8_kv(model_config: ModelConfig) -> bool:
-    """Whether a ModelOpt checkpoint on this machine requires KV in FP8.
-
-    `DFlashWorker` checks a checkpoint that is fetched from a hub later.
-    """
+    """Whether SGLang will keep KV in FP8 for a ModelOpt checkpoint on this machine."""
+    if not str(model_config.quantization).startswith("modelopt"):
+        return False
     config = getattr(model_config.hf_config, "quantization_config", None)
     file = Path(model_config.model_path) / "hf_quant_config.json"
     if config is None and file.is_file():
         config = read_json(file)
     if not isinstance(config, dict):
-        return False
-    if not str(config.get("quant_method", "modelopt")).startswith("modelopt"):
         return False
     nested = config.get("quantization")
     if isinstance(nested, dict):

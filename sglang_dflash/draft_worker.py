@@ -61,7 +61,8 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     """The arguments of the draft's worker, without graphs.
 
     context_len, dtype: the target's. The draft reads the target's states and embeddings as they
-    are, so it computes in their dtype. The dtype of its own checkpoint does not matter.
+    are, so it computes in their dtype. The dtype of its own checkpoint does not matter. Its KV has
+    this dtype, too, and is never quantised: drafts from FP8 KV are accepted less often.
     """
     args = copy.deepcopy(server_args)
     args.skip_tokenizer_init = True

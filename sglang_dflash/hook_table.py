@@ -62,6 +62,12 @@ DFLASH_HOOKS = (
         "SGLang refuses a radix cache of recurrent states with speculation",
     ),
     Hook(
+        "server_args.ServerArgs._handle_kv4_compatibility",
+        "BEFORE",
+        "compatibility:refuse_fp4_kv",
+        "SGLang's check of KV in FP4 ends in assertions about its backends",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",

@@ -210,7 +210,9 @@ def windowed_cell_size(_: None, configurator: Any, runner: Any) -> None:
 
 
 def _draft_bytes_per_token(runner: Any) -> int:
-    """Bytes of draft KV that a token takes on each rank, in the target's dtype."""
+    """Bytes of draft KV that a token takes on each rank. It has the model's dtype, whatever the
+    target's KV has.
+    """
     if not runner.spec_algorithm.is_dflash() or runner.is_draft_worker:
         return 0
     draft = rules.draft_config(runner.server_args)

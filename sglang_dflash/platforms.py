@@ -18,6 +18,7 @@ class Platform:
     unequal_widths: bool  # attention serves any verify width, and a different one per request
     latent_attention: bool  # MLA targets
     quantised_weights: bool
+    scale_files: bool  # attention applies scales of --quantization-param-path
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
 
 
@@ -30,6 +31,7 @@ PLATFORMS = {
         unequal_widths=False,
         latent_attention=True,
         quantised_weights=True,
+        scale_files=False,
         sliding_drafts=("triton", "fa3"),
     ),
     "cpu": Platform(
@@ -39,6 +41,7 @@ PLATFORMS = {
         unequal_widths=True,
         latent_attention=False,
         quantised_weights=False,
+        scale_files=True,
         sliding_drafts=("torch_native",),
     ),
 }

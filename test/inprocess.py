@@ -13,11 +13,13 @@ from array import array
 from typing import Any
 
 import torch
+import torch._dynamo
 import zmq
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True  # it may be imported before, and read the variable then
 
 from sglang.srt.plugins import load_plugins
 

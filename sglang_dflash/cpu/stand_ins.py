@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
 STATES_PER_REQUEST = 4  # recurrent states of a hybrid target, those of the radix cache among them
 MANY_REQUESTS = 64
+KV_ITEMSIZE = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}  # of a target; else its own
 
 
 def no_kv_copy_kernel(pool: Any) -> None:
@@ -179,7 +180,8 @@ def _bytes_bound(server_args: Any) -> int:
     """The number of tokens whose KV, of target and draft, fits into KV_BYTES."""
     config = server_args.get_model_config()
     values = config.num_hidden_layers * config.get_total_num_kv_heads()
-    per_token = values * (config.head_dim + config.v_head_dim) * config.dtype.itemsize
+    itemsize = KV_ITEMSIZE.get(server_args.kv_cache_dtype, config.dtype.itemsize)
+    per_token = values * (config.head_dim + config.v_head_dim) * itemsize
     if server_args.speculative_algorithm == "DFLASH":
         from sglang_dflash.server_args import draft_config
 

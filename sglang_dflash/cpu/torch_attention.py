@@ -138,7 +138,8 @@ class TorchAttention(TorchNativeAttnBackend):
             return output
         if save_kv_cache and k is not None:
             where = {"swa_loc": self.swa_out_cache_loc} if self.use_sliding_window_kv_pool else {}
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, **where)
+            to, scales = forward_batch.out_cache_loc, (layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, to, k, v, *scales, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
         query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
         query = query.flatten(1, 2).unsqueeze(0)  # [1, kv_heads, n * groups, D]
@@ -151,7 +152,8 @@ class TorchAttention(TorchNativeAttnBackend):
             # index_select is several times as fast as keys[slots]
             key, value = keys.index_select(0, segment.slots), values.index_select(0, segment.slots)
             if key.dtype != q.dtype:
-                key, value = key.to(q.dtype), value.to(q.dtype)
+                key = _as_computed(key, layer.k_scale, q.dtype)
+                value = _as_computed(value, layer.v_scale, q.dtype)
             key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
             if segment.few:
                 some = attend(rows, key, value, attn_mask=mask, scale=layer.scaling)
@@ -170,6 +172,12 @@ class TorchAttention(TorchNativeAttnBackend):
         if (kind := (view, groups, dtype)) not in self._masks:
             self._masks[kind] = [segment.mask(*kind) for segment in self._segments]
         return self._masks[kind]
+
+
+def _as_computed(stored: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """K or V of a pool with another dtype. `set_kv_buffer` has divided them by their scale."""
+    values = stored.to(dtype)
+    return values if scale is None else values.mul_(scale)
 
 
 def _by_head(

@@ -12,9 +12,9 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
+from sglang_dflash.compatibility import check_loaded_kv
 from sglang_dflash.core.reservation import longest
 from sglang_dflash.draft_worker import make_draft_worker
-from sglang_dflash.errors import Refusal
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.options import Options
@@ -49,7 +49,7 @@ class DFlashWorker:
         self.model_config = target_worker.model_config
         self.device = target_worker.device
         self.update_weights_from_tensor = target_worker.update_weights_from_tensor
-        _refuse_other_kv_dtype(target_worker)
+        check_loaded_kv(server_args, target_worker.model_runner)
         self._options = Options.read(server_args)
         self._make_draft(place)
         self._make_step()
@@ -200,16 +200,6 @@ class DFlashWorker:
             f"block_size={args.speculative_num_draft_tokens} "
             f"layers={draft.num_layers} target_layer_ids={list(draft.target_layer_ids)} "
             f"attention(target={target}, draft={own}) tp={args.tp_size}"
-        )
-
-
-def _refuse_other_kv_dtype(target: TpModelWorker) -> None:
-    runner = target.model_runner
-    if runner.kv_cache_dtype != runner.dtype:
-        raise Refusal(
-            f"The target's checkpoint requires KV in {runner.kv_cache_dtype}, but this release "
-            "keeps KV in the model's dtype.",
-            "Use another checkpoint, or serve it without --speculative-algorithm DFLASH.",
         )
 
 

@@ -56,17 +56,27 @@ def model_config(target: str) -> ModelConfig:
 
 @pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
 def test_kv_in_fp8_by_checkpoint(target: str, draft: str, tmp_path: Path, place: str) -> None:
-    """ModelOpt checkpoints can require it. SGLang sets the refused flag only after our check."""
+    """SGLang reads from a ModelOpt checkpoint that KV is in FP8, unless no weight is quantised."""
+    quantised = modelopt(target, tmp_path / "fp8", place, quant_algo="FP8")
+    assert compatibility._has_fp8_kv(model_config(quantised))
+    with pytest.raises(Refusal, match=r"quantised \(modelopt_fp8\)"):  # this machine is a CPU
+        arguments(quantised, draft)
+    if place == "hf_quant_config.json":
+        kept = modelopt(target, tmp_path / "kept", place, quant_algo=None)
+        assert not compatibility._has_fp8_kv(model_config(kept))
+        assert arguments(kept, draft).kv_cache_dtype == "auto"
+
+
+def modelopt(target: str, folder: Path, place: str, quant_algo: str | None) -> str:
+    """A copy of a target that says what ModelOpt would, in one of two files."""
     if place == "config.json":
         scheme = {"type": "float", "num_bits": 8}
-        said = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
-        folder = changed_target(target, tmp_path / "fp8", quantization_config=said)
-    else:
-        folder = changed_target(target, tmp_path / "fp8")
-        said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-        (Path(folder) / place).write_text(json.dumps(said))
-    with pytest.raises(Refusal, match="KV in FP8"):
-        arguments(folder, draft)
+        said = {"quant_method": "modelopt", "quant_algo": quant_algo, "kv_cache_scheme": scheme}
+        return changed_target(target, folder, quantization_config=said)
+    nested = {"quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": "FP8"}}
+    changed_target(target, folder)
+    (folder / place).write_text(json.dumps(nested))
+    return str(folder)
 
 
 def test_targets_with_windows_are_known(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ FLAGS: dict[str, Any] = {
     "pp_size": 2,
     "disaggregation_mode": "prefill",
     "enable_lora": True,
-    "kv_cache_dtype": "fp8_e5m2",
+    "kv_cache_dtype": "fp4_e2m1",
     "enable_hierarchical_cache": True,
     "enable_lmcache": True,
     "enable_mixed_chunk": True,
