@@ -10,6 +10,7 @@ from safetensors import safe_open
 from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
@@ -217,9 +218,17 @@ def _check_fp8_kv(server_args: ServerArgs, model_config: ModelConfig, asked: str
             f"{target} computes in float16, but fa3 returns bfloat16 if KV is in FP8.",
             "Give --dtype bfloat16, or --attention-backend flashinfer.",
         )
-    if verify_backend(server_args) != decode:
+    verify = verify_backend(server_args)
+    if "triton" in (verify, decode):
         raise Refusal(
-            f"Each attention backend rounds in its own way if KV is in FP8, so {prefill} cannot "
+            "The attention backend triton cannot verify a block if KV is in FP8: its kernel for "
+            "one token rounds queries and softmax to FP8, and its kernel for a block does not.",
+            f"Give --attention-backend {'flashinfer' if asked == 'fp8_e5m2' else 'fa3'}, or "
+            "--kv-cache-dtype bfloat16.",
+        )
+    if verify != decode:
+        raise Refusal(
+            f"Each attention backend rounds in its own way if KV is in FP8, so {verify} cannot "
             f"verify for {decode}.",
             "Give --speculative-attention-mode decode.",
         )
@@ -238,20 +247,20 @@ def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
     checkpoints on this machine can be checked.
     """
     _check_kv(server_args, runner.model_config)
-    backends = _backends(server_args)
     if not _has_scales(runner.model):
         return
-    if "flashinfer" in backends:
+    target, backends = f"The target {server_args.model_path}", _backends(server_args)
+    if runner.kv_cache_dtype == runner.dtype and {"flashinfer", "triton"} & set(backends):
         raise Refusal(
-            f"The target {server_args.model_path} has scales of its KV, and SGLang's flashinfer "
-            "backend leaves them out when it prefills behind a cached prefix.",
-            "Give --attention-backend fa3 or triton.",
+            f"{target} has scales for KV in FP8, and SGLang's backends flashinfer and triton also "
+            f"multiply KV in {runner.kv_cache_dtype} by them.",
+            "Leave --kv-cache-dtype out, or give --attention-backend fa3.",
         )
-    if "triton" in backends and runner.kv_cache_dtype == runner.dtype:
+    if "flashinfer" in backends and not envs.SGLANG_FLASHINFER_USE_PAGED.get():
         raise Refusal(
-            f"The target {server_args.model_path} has scales for KV in FP8, and SGLang's triton "
-            f"backend also multiplies KV in {runner.kv_cache_dtype} by them.",
-            "Give --kv-cache-dtype fp8_e4m3, or --attention-backend fa3.",
+            f"{target} has scales of its KV, and SGLang's flashinfer backend leaves them out when "
+            "it prefills behind a cached prefix.",
+            "Set SGLANG_FLASHINFER_USE_PAGED=1, or give --attention-backend fa3.",
         )
 
 

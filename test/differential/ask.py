@@ -13,6 +13,7 @@ import requests
 
 from test.differential.draw import Request, draw
 from test.differential.judge import judge
+from test.precision import FP32_KV, Bounds
 
 SHOWN = 3000  # characters of an answer that differs
 
@@ -77,7 +78,9 @@ def ask_with_company(url: str, request: Request) -> Any:
     return ask(url, request)
 
 
-def compare(seed: int, numbers: range | list[int], plain: str, dflash: str) -> Report:
+def compare(
+    seed: int, numbers: range | list[int], plain: str, dflash: str, bounds: Bounds = FP32_KV
+) -> Report:
     """Ask both servers, given by their URLs, these requests of a seed."""
     asked = [draw(number, seed) for number in numbers]
     expected = [ask(plain, request) for request in asked]
@@ -88,7 +91,7 @@ def compare(seed: int, numbers: range | list[int], plain: str, dflash: str) -> R
         report.compared += 1
         for feature in request.features:
             report.features[feature] = report.features.get(feature, 0) + 1
-        if found := judge(request, ours, theirs):
+        if found := judge(request, ours, theirs, bounds):
             answers = (json.dumps(answer)[:SHOWN] for answer in (ours, theirs))
             report.differing.append((request, "\n  ".join([found[:600], *answers])))
     return report

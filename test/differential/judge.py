@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from test.differential.draw import Request
-from test.precision import HIDDEN_STATE_BOUND, logprob_bound
+from test.precision import FP32_KV, Bounds
 
 IGNORED = {  # fields that differ between any two servers
     "id",
@@ -22,10 +22,10 @@ IGNORED = {  # fields that differ between any two servers
 }
 
 
-def judge(request: Request, ours: Any, theirs: Any) -> str | None:
+def judge(request: Request, ours: Any, theirs: Any, bounds: Bounds) -> str | None:
     """The first difference, or None. An aborted answer must be a beginning of the whole one."""
     if request.abort_after is None:
-        return difference(ours, theirs, logprob_bound(request.temperature))
+        return difference(ours, theirs, bounds.at(request.temperature))
     ids, whole = ours.get("output_ids", []), theirs.get("output_ids", [])
     if ids != whole[: len(ids)]:
         return "an aborted answer is no beginning of the whole one"
@@ -33,12 +33,12 @@ def judge(request: Request, ours: Any, theirs: Any) -> str | None:
     return None if kind == "abort" or len(ids) == len(whole) else f"aborted, but finished by {kind}"
 
 
-def difference(ours: Any, theirs: Any, bound: float, where: str = "") -> str | None:
-    """The first place where two answers differ, or None. Numbers may be `bound` apart."""
+def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = "") -> str | None:
+    """The first place where two answers differ, or None. Numbers may be this far apart."""
     if _is_forbidden(ours) and _is_forbidden(theirs):
         return None
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        return _difference_of_fields(ours, theirs, bound, where)
+        return _difference_of_fields(ours, theirs, bounds, where)
     if isinstance(theirs, list) and isinstance(ours, list):
         if where.endswith("hidden_states[0]"):  # the prompt's, without what each server had cached
             least = min(len(ours), len(theirs))
@@ -46,17 +46,17 @@ def difference(ours: Any, theirs: Any, bound: float, where: str = "") -> str | N
         if len(ours) != len(theirs):
             return f"{where} has {len(ours)} items, not {len(theirs)}"
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if found := difference(a, b, bound, f"{where}[{i}]"):
+            if found := difference(a, b, bounds, f"{where}[{i}]"):
                 return found
         return None
     if isinstance(theirs, float) and isinstance(ours, int | float):
-        allowed = HIDDEN_STATE_BOUND if "hidden_states" in where else bound
+        allowed = bounds.hidden_state if "hidden_states" in where else bounds.logprob
         return None if abs(ours - theirs) <= allowed else f"{where}: {ours} is not {theirs}"
     return None if ours == theirs else f"{where}: {ours!r} is not {theirs!r}"
 
 
 def _difference_of_fields(
-    ours: dict[str, Any], theirs: dict[str, Any], bound: float, where: str
+    ours: dict[str, Any], theirs: dict[str, Any], bounds: Bounds, where: str
 ) -> str | None:
     for key in sorted(ours.keys() | theirs.keys()):
         if key in IGNORED or key.startswith("spec_"):
@@ -65,7 +65,7 @@ def _difference_of_fields(
             continue
         if (key in ours) != (key in theirs):
             return f"{where}.{key} is in one answer only"
-        if found := difference(ours[key], theirs[key], bound, f"{where}.{key}"):
+        if found := difference(ours[key], theirs[key], bounds, f"{where}.{key}"):
             return found
     return None
 

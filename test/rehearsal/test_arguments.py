@@ -59,6 +59,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "GPTQ": {"dtype": torch.float16, "quantisation": "gptq_marlin"},
     "FP8": {"quantisation": "fp8"},
     "ModelOpt": {"quantisation": "modelopt_fp8"},
+    "FP8 KV": {"quantisation": "modelopt_fp8"},
 }
 
 
@@ -145,7 +146,7 @@ def test_arguments(draft: str, tmp_path: Path, kind: str) -> None:
 
 
 def test_every_kind_is_judged() -> None:
-    assert {*KINDS} == {*UNUSUAL, "FP8 KV"}
+    assert {*KINDS} == {*UNUSUAL}
 
 
 @of_kinds("dense")
@@ -189,13 +190,61 @@ def test_flashinfer_cannot_verify_windows(target: str, draft: str) -> None:
         check_arguments(target, draft, expected, attention_backend=backend)
 
 
-FP8_KV = ["KV in FP8", "without kv_cache_quant_algo"]  # the kind "ModelOpt" has none
+@of_kinds("dense")
+@pytest.mark.parametrize("kv", ["bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_dtypes(target: str, draft: str, kv: str) -> None:
+    """The draft has the default, which is the model's dtype. SGLang knows no e5m2 in fa3."""
+    given = {"kv_cache_dtype": kv}
+    expected: dict[str, Any] = {"kv_cache_dtype": kv}
+    if kv == "fp8_e5m2":
+        given["attention_backend"] = backend = "flashinfer"
+        both = {"target attention": (backend, backend), "draft attention": backend}
+        check_arguments(target, draft, expected | both, **given)
+    else:
+        check_arguments(target, draft, expected, **given)
+
+
+REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give fp8_e4m3"]),
+    (
+        "dense",
+        {"kv_cache_dtype": "fp8_e5m2", "decode_attention_backend": "fa3"}
+        | {"attention_backend": "flashinfer"},
+        ["fa3 does not read KV in fp8_e5m2", "--kv-cache-dtype fp8_e4m3"],
+    ),
+    (
+        "FP8 KV",
+        {"decode_attention_backend": "flashinfer"},
+        ["fa3 cannot verify for flashinfer", "--speculative-attention-mode decode"],
+    ),
+    ("dense", {"kv_cache_dtype": "fp8_e5m2"}, ["triton cannot", "--attention-backend flashinfer"]),
+    ("MLA", {"kv_cache_dtype": "fp8_e4m3"}, ["latent attention", "--kv-cache-dtype bfloat16"]),
+    ("AWQ", {"kv_cache_dtype": "fp8_e4m3"}, ["fa3 returns bfloat16", "--dtype bfloat16"]),
+    ("AWQ", {"kv_cache_dtype": "bf16"}, ["computes in float16", "--dtype bfloat16"]),
+    (
+        "dense",
+        {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": "scales.json"},
+        ["--quantization-param-path", "a checkpoint that holds the scales"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_KV, ids=lambda given: str(given)[:40])
+def test_refused_kv(
+    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
+) -> None:
+    check_refusal(words, write_kind(tmp_path, kind), draft, **given)
 
 
 @of_kinds("FP8 KV")
-def test_fp8_kv(target: str, draft: str) -> None:
-    """The checkpoint requires it, and no flag is given."""
-    check_refusal(FP8_KV, target, draft)
+def test_a_way_out_of_two_backends(target: str, draft: str) -> None:
+    given = {
+        "decode_attention_backend": "flashinfer",
+        "speculative_attention_mode": "decode",
+    }
+    backends = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
+    expected = backends | {"verify attention": "flashinfer", "quantisation": "modelopt_fp8"}
+    check_arguments(target, draft, expected, **given)
 
 
 @of_kinds("MLA")
@@ -323,31 +372,43 @@ def test_a_wrong_argument_is_seen(
         check_arguments(*asked, **mutation.given)
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "function", "old", "new"),
-    [
-        ("FP8 KV", {}, "compatibility:_has_fp8_kv", '== "FP8"', '== "fp8"'),
-        (
-            "sliding window",
-            {"attention_backend": "flashinfer"},
-            "compatibility:_has_windows",
-            'hasattr(cls, "get_attention_sliding_window_size")',
-            "False",
-        ),
-    ],
-)
-def test_a_missing_refusal_is_seen(
+FP8_CHECK = "compatibility:_check_fp8_kv"
+MISSING_REFUSALS = [  # the refusal's number in REFUSED_KV, and the mutation
+    (0, "compatibility:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
+    (1, FP8_CHECK, 'asked == "fp8_e5m2"', "False"),
+    (2, "compatibility:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+    (2, FP8_CHECK, "verify != decode", "False"),
+    (3, FP8_CHECK, '"triton" in (verify, decode)', "False"),
+    (4, FP8_CHECK, "== AttentionArch.MLA", "is None"),
+    (5, FP8_CHECK, 'torch.float16 and "fa3"', 'torch.float64 and "fa3"'),
+    (6, "compatibility:_check_kv", "== torch.float16", "is None"),
+    (7, "compatibility:_check_kv", "not platform_of(server_args).scale_files", "False"),
+]
+
+
+@pytest.mark.parametrize(("number", "function", "old", "new"), MISSING_REFUSALS)
+def test_a_missing_refusal_of_kv_is_seen(
     draft: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    given: dict[str, Any],
+    number: int,
     function: str,
     old: str,
     new: str,
 ) -> None:
-    target, words = write_kind(tmp_path, kind), FP8_KV if kind == "FP8 KV" else ["sliding-window"]
-    check_refusal(words, target, draft, **given)
+    kind, given, words = REFUSED_KV[number]
+    target = write_kind(tmp_path, kind)
     mutate(monkeypatch, function, old, new)
-    with pytest.raises(AssertionError, match=words[0]):
+    with pytest.raises((AssertionError, RuntimeError)):  # SGLang's own, for FP4
         check_refusal(words, target, draft, **given)
+
+
+def test_a_missing_refusal_is_seen(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, words = write_kind(tmp_path, "sliding window"), ["sliding-window"]
+    check_refusal(words, target, draft, attention_backend="flashinfer")
+    told = 'hasattr(cls, "get_attention_sliding_window_size")'
+    mutate(monkeypatch, "compatibility:_has_windows", told, "False")
+    with pytest.raises(AssertionError, match=words[0]):
+        check_refusal(words, target, draft, attention_backend="flashinfer")

@@ -109,8 +109,10 @@ def start(folder: Path, **given: Any) -> InProcess:
     return engine(folder, None, **flags)
 
 
-def check_pools(run: InProcess, kind: str) -> None:
+def check_pools(run: InProcess, kind: str, bits: int = 16) -> None:
     """Both pools hold every token, and together fill the fraction that the weights leave.
+
+    bits: of a value of the target's KV. The draft's KV is in bf16.
 
     SGLang adds a page to each pool that it does not count.
     """
@@ -119,12 +121,13 @@ def check_pools(run: InProcess, kind: str) -> None:
     assert draft.max_total_num_tokens == tokens
     of_the_target = PER_TOKEN[kind]
     if isinstance(of_the_target, tuple):
-        whole, window = of_the_target
+        whole, window = (size * bits // 16 for size in of_the_target)
         in_window = int(tokens * 0.8) // page * page
         expected = whole * (tokens + page) + window * (in_window + page)
         per_token = whole + 0.8 * window
     else:
-        expected, per_token = of_the_target * (tokens + page), of_the_target
+        per_token = of_the_target * bits // 16
+        expected = per_token * (tokens + page)
     assert pool_size(target.token_to_kv_pool) == expected
     assert pool_size(draft.token_to_kv_pool) == OF_THE_DRAFT * (tokens + page)
     allowed = FRACTION * ROOM - size_of([*target.model.parameters(), *target.model.buffers()])
@@ -138,6 +141,25 @@ def check_pools(run: InProcess, kind: str) -> None:
 def test_both_pools_fit(meter: Meter, pairs: dict[str, Path], kind: str, page: int) -> None:
     with start(pairs[kind], page_size=page) as run:
         check_pools(run, kind)
+
+
+FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding window", "two KV pools"])
+def test_kv_in_fp8(meter: Meter, pairs: dict[str, Path], kind: str) -> None:
+    with start(pairs[kind], **FP8_KV) as run:
+        check_pools(run, kind, bits=8)
+
+
+def test_a_draft_counted_in_fp8_is_seen(
+    meter: Meter, pairs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutation: the draft's KV is counted with the dtype of the target's."""
+    counted = "hooks:_draft_bytes_per_token"
+    mutate(monkeypatch, counted, "runner.dtype.itemsize", "runner.kv_cache_dtype.itemsize")
+    with start(pairs["dense"], **FP8_KV) as run, pytest.raises(AssertionError, match="planned"):
+        check_pools(run, "dense", bits=8)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from sglang_dflash.cpu.stand_ins import KV_BYTES, _bytes_bound
 from sglang_dflash.errors import Refusal
 from test.checkpoints import LAYERS, VOCAB, write_tokenizer
 from test.inprocess import InProcess
-from test.precision import FP8_LOGPROB_BOUND
+from test.precision import FP8_KV
 from test.worker.conftest import facts, force, prompt
 from test.worker.test_refusals import arguments
 from test.worker.test_targets import HEADS, SIZES
@@ -74,13 +74,13 @@ def alone(target: str, flags: dict[str, Any]) -> list[dict[str, Any]]:
     return ANSWERS[key]
 
 
-def write_modelopt(folder: Path, scale: float) -> str:
+def write_modelopt(folder: Path, scale: float, **changes: Any) -> str:
     """A Llama as ModelOpt exports it, with scales of K and V, and no quantised weight."""
     torch.manual_seed(0)
     scheme = {"type": "float", "num_bits": 8, "dynamic": False}
     said: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}
     said["kv_cache_scheme"] = scheme
-    config = transformers.LlamaConfig(**SIZES | HEADS)
+    config = transformers.LlamaConfig(**SIZES | HEADS | changes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder, VOCAB)
     config_file, weights_file = folder / "config.json", folder / "model.safetensors"
@@ -117,7 +117,7 @@ def check_tokens(
         said["largest"] = [pool.get_kv_buffer(0)[i].float().abs().max().item() for i in range(2)]
     for req, answer in zip(reqs, expected, strict=True):
         got = facts(req)
-        assert got["logprobs"] == pytest.approx(answer["logprobs"], abs=FP8_LOGPROB_BOUND)
+        assert got["logprobs"] == pytest.approx(answer["logprobs"], abs=FP8_KV.logprob)
         assert {**got, "logprobs": None} == {**answer, "logprobs": None}
     assert (reqs[2].cached_tokens > 0) == (not flags.get("disable_radix_cache", False))
     assert sum(req.spec_num_correct_drafts for req in reqs) > 20

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from test.rehearsal.device.memory import DeviceError
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_OF_FP8 = torch.bfloat16  # FlashAttention 3's output for queries in FP8; tests in fp32 change it
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float
@@ -32,7 +35,7 @@ def attend(
         scores.masked_fill_(key < at - left, float("-inf"))
     # A row that sees nothing is zero.
     probabilities = scores.softmax(dim=-1).nan_to_num_(0.0)
-    return torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype), scores.logsumexp(-1).T
+    return torch.einsum("hqk,khd->qhd", probabilities, values), scores.logsumexp(-1).T
 
 
 def flash_attention_3(
@@ -76,6 +79,8 @@ def flash_attention_3(
     assert page_table is not None
     assert seqused_k is not None
     assert not any((attention_chunk, k_new is not None, q_v is not None, sinks is not None))
+    if q.dtype != k.dtype or q.dtype == torch.float8_e5m2:
+        raise DeviceError(f"FlashAttention 3 has no kernel for {q.dtype} and {k.dtype}")
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
     page = k.shape[1]
     if scheduler_metadata is not None:
@@ -96,7 +101,8 @@ def flash_attention_3(
         )
         if not torch.equal(scheduler_metadata, expected):
             raise DeviceError("a schedule of other lengths, or of another shape")
-    made = torch.zeros_like(q[..., : v.shape[-1]]) if out is None else out
+    kind = OUT_OF_FP8 if q.dtype in FP8 else q.dtype
+    made = torch.zeros_like(q[..., : v.shape[-1]], dtype=kind) if out is None else out
     for i, length in enumerate(used):
         count = ends[i + 1] - ends[i]
         if count > max_seqlen_q:
@@ -105,6 +111,11 @@ def flash_attention_3(
         if len(pages) * page < length or bool((pages >= len(k)).any()):
             raise DeviceError(f"{length} keys behind a page table of {tables.shape[1]} pages")
         keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        if k_descale is not None and v_descale is not None:  # [batch, kv_heads] float32
+            keys, values = (
+                keys.float() * k_descale[i, :, None],
+                values.float() * v_descale[i, :, None],
+            )
         rows = slice(ends[i], ends[i + 1])
         causal = is_causal or window_size_right == 0
         attended, _ = attend(

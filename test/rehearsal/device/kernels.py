@@ -48,6 +48,10 @@ class Driver(DriverBase):
         return lambda *_, quantiles, **__: [0.0 for _ in quantiles]
 
 
+# A kernel may start before the one before it ends, and waits for it. Here it starts behind it.
+EARLY = ("gdc_wait", "gdc_launch_dependents")
+
+
 class Language:
     """The interpreter's changes to Triton's language while a kernel runs, collected once.
 
@@ -63,10 +67,8 @@ class Language:
         if not self._found:
             scope = self._find(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             self._found = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
-            for name in ("gdc_wait", "gdc_launch_dependents"):  # of kernels that overlap
-                self._found.append((tl.extra.cuda, name, lambda: None))
-                scope.set_attr(*self._found[-1])
-            return scope
+            self._found += [(tl.extra.cuda, name, lambda: None) for name in EARLY]
+            scope.restore()
         scope = interpreter._LangPatchScope()
         for change in self._found:
             scope.set_attr(*change)
