@@ -27,9 +27,9 @@ class Bounds:
 
 
 FP32_KV = Bounds(LOGPROB_BOUND, HIDDEN_STATE_BOUND)
-# With KV in FP8, rounding can move a value of K or V to the next value of FP8, which is up to 12 %
-# (e4m3) or 25 % (e5m2) away.
-FP8_KV = Bounds(logprob=3e-2, hidden_state=0.3)
+# If KV is stored in fewer bits than fp32, rounding can move a value of K or V to the next one that
+# can be stored. It is up to 12 % away in e4m3, and up to 25 % in e5m2.
+ROUNDED_KV = Bounds(logprob=3e-2, hidden_state=0.3)
 
 
 def logprob_bound(temperature: float) -> float:

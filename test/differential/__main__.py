@@ -12,11 +12,11 @@ import json
 import sys
 
 from test.differential.ask import Report, compare
-from test.precision import FP8_KV, FP32_KV
+from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import ALL_FEATURES, running, without_speculation
 from training.families import FAMILIES
 
-FP8 = ("fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 def show(report: Report, seed: int) -> None:
@@ -35,21 +35,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="replay these requests")
     parser.add_argument(
-        "--kv-cache-dtype", choices=("auto", *FP8), default="auto", help="of both servers"
-    )
-    parser.add_argument(
-        "--control", action="store_true", help="ask two servers without speculation"
+        "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of both servers"
     )
     parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
     kv = ("--kv-cache-dtype", arguments.kv_cache_dtype)
-    bounds = FP8_KV if arguments.kv_cache_dtype in FP8 else FP32_KV
+    bounds = FP32_KV if arguments.kv_cache_dtype == "auto" else ROUNDED_KV
     served = running(*ALL_FEATURES, *kv, *flags, dflash=True, family=arguments.family)
-    if arguments.control:
-        served = without_speculation(*kv, *flags)
-    with without_speculation(*kv) as plain, served as other:
-        report = compare(arguments.seed, numbers, plain.url, other.url, bounds)
+    with without_speculation(*kv) as plain, served as dflash:
+        report = compare(arguments.seed, numbers, plain.url, dflash.url, bounds)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

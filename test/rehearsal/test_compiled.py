@@ -57,17 +57,24 @@ def test_dtypes_and_head_sizes(
 
 
 @pytest.mark.parametrize(
-    ("backend", "seeded"),
-    [("triton", False), ("triton", True), ("flashinfer", False), ("fa3", False)],
+    ("backend", "seeded", "kv"),
+    [
+        ("triton", False, "auto"),
+        ("triton", True, "auto"),
+        ("flashinfer", False, "auto"),
+        ("fa3", False, "auto"),
+        pytest.param("flashinfer", False, "fp8_e4m3", marks=pytest.mark.full),
+    ],
 )
 def test_all_that_serving_launches(
-    small: Path, compiled: dict[str, set[str]], backend: str, seeded: bool
+    small: Path, compiled: dict[str, set[str]], backend: str, seeded: bool, kv: str
 ) -> None:
     """The other Triton kernels, in fp32: pages, a grammar's mask, a seeded draw."""
     flags: dict[str, Any] = {
         "page_size": 16,
         "cuda_graph_bs": [4],
         "enable_deterministic_inference": seeded,
+        "kv_cache_dtype": kv,
     }
     with engine(small, backend, **flags) as run:
         reqs = [run.add(prompt(i, 20), **STEP | kind) for i, kind in enumerate(KINDS)]

@@ -84,6 +84,7 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
 def test_scales_of_a_checkpoint(
     scaled: Path, monkeypatch: pytest.MonkeyPatch, backend: str

@@ -35,7 +35,9 @@ ROOM = 32 * 2**20  # free bytes, as if other processes held the rest of the 80 G
 FRACTION = 0.5
 BF16, FP32 = 2, 4
 ONE_HEAD = 2 * 64 * BF16  # K and V
-PER_TOKEN = {  # bytes of target KV; a pair: the pool of full layers, the pool of windows
+PER_TOKEN: dict[
+    str, int | tuple[int, int]
+] = {  # bytes of target KV; a pair: the pool of full layers, the pool of windows
     "dense": LAYERS * ONE_HEAD,
     "MLA": LAYERS * (64 + 16) * BF16,  # the latent, and the rotated part
     "MoE": LAYERS * ONE_HEAD,

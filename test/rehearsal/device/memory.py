@@ -275,6 +275,8 @@ class DeviceMode(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, given: list[Tensor], here: list[bool], wanted: Any
     ) -> Any:
         namespace, name = func._schema.name.split("::")
+        if name == "copy_" and not isinstance(args[1], Tensor):  # a number
+            func, name = aten.fill_.Scalar, "fill_"
         if name == "copy_" and here[0] != here[1]:
             copy_over(args[0], args[1], (args[2:] or [kwargs.get("non_blocking", False)])[0])
             return args[0]
