@@ -50,7 +50,7 @@ def keep_states_in_torch(
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
-@triton.jit
+@triton.jit(do_not_specialize=["accepted_stride"])
 def _keep(  # type: ignore[no-untyped-def]
     states,  # [L, S, ..]
     snapshots,  # [L, >= B, >= w, ..]

@@ -1,20 +1,35 @@
-"""Hybrid targets: SGLang's GDN kernels and graphs, with states that follow the committed tokens."""
+"""Hybrid targets: SGLang's GDN kernels and graphs, with the states of the committed tokens.
+
+Its kernels take seconds for a prefill in Triton's interpreter, so prompts and answers are short.
+"""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from torch import Tensor
 
+from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
+from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.runtime.block import DFlashBlock
 from test.checkpoints import write_draft
-from test.rehearsal.serving import Asked, N, answer, engine, serve, small_draft
-from test.rehearsal.serving import assert_exact
+from test.rehearsal.device import cuda, kernels
+from test.rehearsal.mutation import Change, mutate
+from test.rehearsal.serving import Asked, answer, assert_exact, engine, serve, small_draft
 from test.worker.conftest import prompt
 from test.worker.test_targets import LAYERS, write
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
+N = {"max_new_tokens": 8, "ignore_eos": True}
+KEEP = "sglang_dflash.kernels.keep_states:_keep"
+UPDATE = (
+    "srt.layers.attention.fla.fused_sigmoid_gating_recurrent"
+    ":fused_sigmoid_gating_delta_rule_update_kernel"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +42,120 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(pair: Path) -> dict[str, Asked]:
-    lengths = [1, 20, 9, 70]
+    """Requests whose last one joins a batch with a prompt of one token."""
+    lengths = [1, 20, 9]
     return answer(pair, {str(i): Asked(prompt(960 + i, n), N) for i, n in enumerate(lengths)})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def check(pair: Path, asked: dict[str, Asked], backend: str = "fa3", **flags: Any) -> None:
+    """Each batch runs in a graph of four, whose other rows hold values of the last batch."""
+    flags = {"cuda_graph_bs": [4], "disable_radix_cache": True} | flags
+    with engine(pair, backend, **flags) as run:
+        reqs = serve(run, asked, apart=1)
+    assert_exact(reqs, asked)
+
+
+@pytest.mark.parametrize(
+    "backend", [b if b == "fa3" else pytest.param(b, marks=pytest.mark.full) for b in BACKENDS]
+)
 def test_padded_batches(pair: Path, asked: dict[str, Asked], backend: str) -> None:
-    with engine(pair, backend, cuda_graph_bs=[4], disable_radix_cache=True) as run:
-        reqs = serve(run, asked)
-    assert_exact(reqs, asked)
+    check(pair, asked, backend)
 
 
-def test_eager(pair: Path, asked: dict[str, Asked]) -> None:
-    with engine(pair, "fa3", disable_cuda_graph=True, disable_radix_cache=True) as run:
-        reqs = serve(run, asked)
-    assert_exact(reqs, asked)
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page", [1, 16])
+def test_eager(pair: Path, asked: dict[str, Asked], backend: str, page: int) -> None:
+    check(pair, asked, backend, disable_cuda_graph=True, page_size=page)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", ["5", "auto"])
+def test_widths(
+    pair: Path, asked: dict[str, Asked], monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    """States are stored for fewer positions than there is room for."""
+    monkeypatch.setenv(VERIFY_WIDTH, width)
+    check(pair, asked)
+
+
+def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
+    """The radix cache takes over the state of a request that ended inside its accepted drafts."""
+    first = asked["1"]
+    said = first.answer["ids"]
+    short = Asked(first.ids, N | {"max_new_tokens": 3})
+    short.answer = first.answer | {"ids": said[:3]}
+    later = Asked(first.ids + said[:3], N | {"max_new_tokens": 5})
+    later.answer = first.answer | {"ids": said[3:]}
+    turns = {"first": short, "later": later}
+    with engine(pair, "triton", cuda_graph_bs=[4]) as run:
+        reqs = serve(run, turns, apart=9)  # one after the other
+    assert [list(req.output_ids) for req in reqs.values()] == [said[:3], said[3:]]
+    assert reqs["later"].cached_tokens == len(first.ids) + 2
+
+
+MUTATIONS: list[Change] = [
+    ("attention.hybrid:count_padding", "len(block.slots)", "0"),
+    ("attention.hybrid:begin_in_full_attention", "_serves_dflash()", "False"),
+    ("runtime.recurrent_states:RecurrentStates.keep", "rows, num_accepted)", "rows, 0 * rows)"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", MUTATIONS, ids=lambda change: change[0])
+def test_mutations_are_seen(
+    pair: Path, asked: dict[str, Asked], monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    mutate(monkeypatch, *change)
+    with pytest.raises(AssertionError):
+        check(pair, asked)
+
+
+@pytest.mark.full
+def test_kernels_compile(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's kernels refuse fp32 on a GPU, so they are compiled for bf16."""
+    compiled: dict[str, set[str]] = {}
+    monkeypatch.setattr(kernels, "COMPILED", compiled)
+    with engine(pair, "triton", cuda_graph_bs=[2], dtype="bfloat16", max_running_requests=2) as run:
+        run.generate(prompt(1, 6), max_new_tokens=3, ignore_eos=True)
+    assert {KEEP, UPDATE} <= compiled.keys()
+
+
+def test_torch_equals_the_kernels(pair: Path) -> None:
+    """The CPU's linear attention and SGLang's, for a verify over states of any kind."""
+    with engine(pair, "triton", disable_cuda_graph=True, disable_radix_cache=True) as run:
+        runner = run.worker.model_runner
+        layer = next(m for m in runner.model.modules() if isinstance(m, RadixLinearAttention))
+        pool = runner.req_to_token_pool
+        pool.req_index_to_mamba_index_mapping[:4] = torch.tensor([0, 3, 1, 2]).int().cuda()
+        requests, width = 3, 8
+        tokens = requests * width
+        drawn = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=drawn).to(cuda.CUDA)
+
+        cache = pool.mamba_pool.mamba_cache
+        states = draw(*cache.conv[0].shape), draw(*cache.temporal.shape)
+        given = {
+            "mixed_qkv": draw(tokens, cache.conv[0].shape[2]),
+            "a": draw(tokens, layer.num_v_heads),
+            "b": draw(tokens, layer.num_v_heads),
+        }
+        dummy = torch.zeros(requests, width, dtype=torch.int64, device=cuda.CUDA)
+        lens = torch.full((requests,), 5)
+        rows = torch.arange(1, 4, device=cuda.CUDA)
+        batch = DFlashBlock(dummy, dummy, dummy).forward_batch(rows, lens.cuda(), lens)
+        found = []
+        for backend in (runner.attn_backend.linear_attn_backend, TorchGatedDeltaNet(runner)):
+            cache.conv[0].copy_(states[0])
+            cache.temporal.copy_(states[1])
+            backend.init_forward_metadata(batch)
+            copies = {name: tensor.clone() for name, tensor in given.items()}
+            with torch.no_grad():
+                read = backend.forward_extend(layer=layer, forward_batch=batch, **copies)
+            kept = cache.intermediate_ssm[0, :3], cache.intermediate_conv_window[0][0, :3]
+            found.append([tensor.cpu().clone() for tensor in (read, *kept)])
+    for theirs, ours in zip(*found, strict=True):
+        assert theirs.abs().max() > 1e-3
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
