@@ -42,7 +42,7 @@ def bound_states(runner: Any, total_rest_memory: float) -> None:
         f"DFLASH: a running request takes {per_request / 2**20:.1f} MiB for its recurrent state: "
         f"{state / 2**20:.1f} MiB, and as much for each of the {width} positions of a block."
     )
-    if args.max_mamba_cache_size is None:
+    if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
         fitting = int(total_rest_memory * 2**30 * share / per_request)
         args.max_mamba_cache_size = min(args.max_running_requests, fitting)

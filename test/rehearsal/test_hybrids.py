@@ -17,7 +17,8 @@ from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
 from sglang_dflash.options import VERIFY_WIDTH
 from sglang_dflash.runtime.block import DFlashBlock
 from test.checkpoints import write_draft
-from test.rehearsal.device import cuda, kernels
+from test.rehearsal.device import kernels
+from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import Asked, answer, assert_exact, engine, serve, small_draft
 from test.worker.conftest import prompt
@@ -133,7 +134,7 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
         drawn = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=drawn).to(cuda.CUDA)
+            return torch.randn(*shape, generator=drawn).to(CUDA)
 
         cache = pool.mamba_pool.mamba_cache
         states = draw(*cache.conv[0].shape), draw(*cache.temporal.shape)
@@ -142,9 +143,9 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
             "a": draw(tokens, layer.num_v_heads),
             "b": draw(tokens, layer.num_v_heads),
         }
-        dummy = torch.zeros(requests, width, dtype=torch.int64, device=cuda.CUDA)
+        dummy = torch.zeros(requests, width, dtype=torch.int64, device=CUDA)
         lens = torch.full((requests,), 5)
-        rows = torch.arange(1, 4, device=cuda.CUDA)
+        rows = torch.arange(1, 4, device=CUDA)
         batch = DFlashBlock(dummy, dummy, dummy).forward_batch(rows, lens.cuda(), lens)
         found = []
         for backend in (runner.attn_backend.linear_attn_backend, TorchGatedDeltaNet(runner)):
