@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sglang_dflash.tiny.prompts import Example
 from training import data
@@ -24,7 +24,7 @@ Ids = list[int]
 
 
 @torch.inference_mode()
-def generate(model: Qwen3ForCausalLM, prompts: list[Ids], new_tokens: int) -> list[Ids]:
+def generate(model: PreTrainedModel, prompts: list[Ids], new_tokens: int) -> list[Ids]:
     """Greedy answers, with the end token if it was reached."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), END_OF_TEXT, device=model.device)
@@ -42,7 +42,7 @@ def generate(model: Qwen3ForCausalLM, prompts: list[Ids], new_tokens: int) -> li
 
 @torch.inference_mode()
 def answer_taught(
-    model: Qwen3ForCausalLM, prompts: list[Ids], taught: list[Ids], rounds: int = 12
+    model: PreTrainedModel, prompts: list[Ids], taught: list[Ids], rounds: int = 12
 ) -> list[Ids | None]:
     """Greedy answers to prompts with a taught answer, by speculation with that answer as the draft.
 
@@ -72,7 +72,7 @@ def answer_taught(
     return settled
 
 
-def _most_likely(model: Qwen3ForCausalLM, rows: list[Ids]) -> list[Ids]:
+def _most_likely(model: PreTrainedModel, rows: list[Ids]) -> list[Ids]:
     """The most likely next token after each token of the rows. The result is padded."""
     ids = torch.full((len(rows), max(map(len, rows))), END_OF_TEXT)
     for row, tokens in zip(ids, rows, strict=True):

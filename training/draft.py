@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from training.draft_model import Draft
 from training.run import Run
@@ -70,7 +70,7 @@ def train_draft(
 
 
 @torch.no_grad()
-def read_answers(path: Path, target: Qwen3ForCausalLM, batch: int = 64) -> list[Answer]:
+def read_answers(path: Path, target: PreTrainedModel, batch: int = 64) -> list[Answer]:
     """The answers of a file, shortest first, with the target's features, computed once."""
     rows = [json.loads(line) for line in path.open()]
     rows = [row for row in rows if len(row["answer"]) >= SHORTEST_ANSWER]

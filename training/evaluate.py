@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from sglang_dflash.tiny.prompts import Example, final_answer
 from training import data
@@ -20,7 +21,7 @@ def evaluate(work: Path, device: str, count: int) -> dict[str, float]:
     """Shares of right answers, and accept lengths of whole blocks and of blocks of 4."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "target")
     target = load_target(work, device)
-    draft = _load_draft(work, device) if (work / "draft.pt").exists() else None
+    draft = _load_draft(work, device) if (work / "draft").exists() else None
     report: dict[str, float] = {}
     for kind in ("word", "json", "code"):
         examples = data.draw_held_out(kind, count)
@@ -39,9 +40,9 @@ def evaluate(work: Path, device: str, count: int) -> dict[str, float]:
 
 
 def _load_draft(work: Path, device: str) -> Draft:
-    draft = Draft(DRAFT_CONFIG).to(device)
-    draft.load_state_dict(torch.load(work / "draft.pt", weights_only=False)["model"])
-    return draft.to(torch.bfloat16).eval()
+    draft = Draft(DRAFT_CONFIG).to(torch.bfloat16)
+    draft.load_state_dict(load_file(work / "draft" / "model.safetensors"))
+    return draft.to(device).eval()
 
 
 def _is_right(example: Example, text: str) -> bool:
@@ -52,7 +53,7 @@ def _is_right(example: Example, text: str) -> bool:
 
 @torch.inference_mode()
 def accept_length(
-    target: Qwen3ForCausalLM,
+    target: PreTrainedModel,
     draft: Draft,
     prompts: list[list[int]],
     answers: list[list[int]],

@@ -1,12 +1,14 @@
-"""Training rows of the target: documents of the three kinds, packed one after another."""
+"""Training rows of targets: documents of the three kinds, packed, or each on its own."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from sglang_dflash.tiny.prompts import Example
@@ -15,6 +17,8 @@ from training.shapes import END_OF_TEXT, IM_END, ROW
 from training.tokenizer import chat_ids, text_ids
 
 BATCH = 16  # rows of a step
+TOKENS = 2048  # at most, of a step of single documents
+DRAWN = 512  # documents that are sorted by length
 CODE_SHARE, JSON_SHARE = 0.30, 0.15  # of the training tokens; the rest is word problems
 TWO_TURNS = 0.1  # of the conversations
 IGNORED = -100  # the label of a token that does not count
@@ -85,3 +89,27 @@ def packed(documents: Iterator[Document]) -> Iterator[tuple[Tensor, ...]]:
                 numbers[row, at:end] = number
                 at, number, carry = end, number + 1, next(documents)
         yield ids, positions, numbers, labels
+
+
+def alone(documents: Iterator[Document], seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """Batches of documents of similar lengths, one per row, padded to T.
+
+    ids [B, T] int64; which tokens are a document's [B, T] bool; which are trained [B, T] bool.
+    """
+    rng = random.Random(seed)
+    while True:
+        drawn = sorted(islice(documents, DRAWN), key=lambda document: len(document[0]))
+        batches: list[list[Document]] = [[]]
+        for document in drawn:
+            if (len(batches[-1]) + 1) * len(document[0]) > TOKENS:
+                batches.append([])
+            batches[-1].append(document)
+        rng.shuffle(batches)
+        yield from map(_padded, batches)
+
+
+def _padded(batch: list[Document]) -> tuple[Tensor, ...]:
+    ids = pad_sequence([torch.tensor(tokens) for tokens, _ in batch], batch_first=True)
+    at = torch.arange(ids.shape[1])
+    real = at < torch.tensor([[len(tokens)] for tokens, _ in batch])
+    return ids, real, real & (at >= torch.tensor([[max(1, first)] for _, first in batch]))

@@ -26,6 +26,26 @@ TARGET_CONFIG: dict[str, Any] = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": IM_END,
 }
+HYBRID_CONFIG: dict[str, Any] = {  # of Qwen3-Next; `training.hybrid`
+    **TARGET_CONFIG,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "partial_rotary_factor": 1.0,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 2,  # all chosen
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+}
 DRAFT_CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -54,3 +74,8 @@ DRAFT_CONFIG: dict[str, Any] = {
         "target_layer_ids": [1, 3, 5, 7, 8],
     },
 }
+
+
+def is_linear(layer: int, config: dict[str, Any] = HYBRID_CONFIG) -> bool:
+    """True for a layer with a GDN, False for one with attention."""
+    return bool((layer + 1) % config["full_attention_interval"])

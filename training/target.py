@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -80,15 +82,15 @@ AttentionInterface.register("grouped", _grouped_attention)
 AttentionMaskInterface.register("grouped", eager_mask)
 
 
-def load_target(work: Path, device: str) -> Qwen3ForCausalLM:
+def load_target(work: Path, device: str) -> PreTrainedModel:
     """The trained target in bfloat16, frozen."""
-    model = Qwen3ForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         work / "target", dtype=torch.bfloat16, attn_implementation="grouped"
     )
     return model.to(device).eval().requires_grad_(False)
 
 
-def features_of(target: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
+def features_of(target: PreTrainedModel, ids: Tensor) -> Tensor:
     """The features that the draft reads. ids: [B, S] int64 -> [B, S, K*H] bfloat16."""
     states = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
     after = [states[k + 1] for k in DRAFT_CONFIG["dflash_config"]["target_layer_ids"]]

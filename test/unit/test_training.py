@@ -1,4 +1,4 @@
-"""The recipe of the pair: the context of a block, the weights of the loss, the exported prompts."""
+"""The recipes: the context of a block, the weights of the loss, exported prompts, the hybrid."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import PROMPTS
 from training.draft import position_weights
 from training.draft_model import Draft
 from training.export import write_prompts
-from training.shapes import DRAFT_CONFIG, VOCAB
+from training.hybrid import assemble, convert, write_target
+from training.mixers import delta_rule
+from training.shapes import DRAFT_CONFIG, HYBRID_CONFIG, VOCAB
 
 
 @pytest.mark.parametrize("size", [DRAFT_CONFIG["block_size"], 3])
@@ -63,3 +69,48 @@ def test_the_recipe_writes_the_prompts_that_are_shipped(tmp_path: Path) -> None:
     write_prompts(written)
     assert len(generated(written)) == 512
     assert generated(written) == generated(PROMPTS)
+
+
+def test_the_hybrid_without_gdn_layers_is_the_bundled_target(tmp_path: Path) -> None:
+    """The same logits and hidden states. This holds for norms, attention and MLPs."""
+    config = HYBRID_CONFIG | {"full_attention_interval": 1}
+    write_target(tmp_path, convert(load_file(TARGET / "model.safetensors"), config), config)
+    ids = torch.randint(4, VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
+    outs = []
+    for folder in (TARGET, tmp_path):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            outs.append(model(ids, output_hidden_states=True, use_cache=False))
+    bundled, converted = outs
+    torch.testing.assert_close(converted.logits, bundled.logits, atol=1e-4, rtol=0)
+    assert len(bundled.hidden_states) == 1 + HYBRID_CONFIG["num_hidden_layers"]
+    for state, wanted in zip(converted.hidden_states, bundled.hidden_states, strict=True):
+        torch.testing.assert_close(state, wanted, atol=1e-4, rtol=0)
+
+
+def test_transformers_loads_the_hybrid_without_a_tensor_too_few_or_too_many(tmp_path: Path) -> None:
+    target, draft = assemble(tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report.values())
+    assert model.config.layer_types == ["linear_attention", "full_attention"] * 5
+    assert sorted(file.name for file in draft.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("length", [1, 32, 77])
+def test_the_delta_rule_of_training_is_that_of_transformers(length: int) -> None:
+    """Outputs and gradients."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, length, 4, 64).unbind()
+    g, beta = -torch.rand(2, length, 4), torch.rand(2, length, 4)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value, g, beta)]
+    found, _ = delta_rule(*inputs)
+    wanted, _ = torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    weights = torch.randn_like(wanted)
+    of_found, of_wanted = (
+        torch.autograd.grad((out * weights).sum(), inputs) for out in (found, wanted)
+    )
+    for gradient, known in zip(of_found, of_wanted, strict=True):
+        torch.testing.assert_close(gradient, known, atol=1e-4, rtol=0)
