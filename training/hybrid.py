@@ -22,7 +22,7 @@ from training.mixers import train_mixers
 from training.shapes import HYBRID_CONFIG, is_linear
 
 MIXERS = Path(__file__).with_name("trained") / "hybrid.safetensors"
-LAYER_STEPS, STEPS = 300, 300
+LAYER_STEPS, STEPS = 300, 360
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
