@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
+from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -139,6 +140,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     _check_heads(server_args, draft)
     _check_kv(server_args, model_config)
     _check_platform(server_args, model_config)
+    _check_state_dtype(server_args, model_config)
     cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
@@ -307,6 +309,18 @@ def refuse_fp4_kv(server_args: ServerArgs) -> None:
         raise Refusal(
             "DFLASH does not work with --kv-cache-dtype fp4_e2m1: not implemented.",
             "Give fp8_e4m3 or bfloat16.",
+        )
+
+
+def _check_state_dtype(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    kept, dtype = mamba2_state_dtype().conv, model_config.dtype
+    if platform_of(server_args).other_state_dtype or not keeps_gdn_states(model_config):
+        return
+    if kept != dtype:
+        raise Refusal(
+            f"The target {server_args.model_path} computes in {dtype}, but SGLang keeps its "
+            f"convolution states in {kept}, and its kernels need one dtype.",
+            f"Set SGLANG_MAMBA_CONV_DTYPE={str(dtype).removeprefix('torch.')}.",
         )
 
 

@@ -18,6 +18,7 @@ class Platform:
     unequal_widths: bool  # attention serves any verify width, and a different one per request
     latent_attention: bool  # MLA targets
     quantised_weights: bool
+    other_state_dtype: bool  # convolution states of a hybrid target in another dtype than its own
     scale_files: bool  # attention applies scales of --quantization-param-path
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
 
@@ -31,6 +32,7 @@ PLATFORMS = {
         unequal_widths=False,
         latent_attention=True,
         quantised_weights=True,
+        other_state_dtype=False,  # Triton does not compile SGLang's kernel
         scale_files=False,
         sliding_drafts=("triton", "fa3"),
     ),
@@ -41,6 +43,7 @@ PLATFORMS = {
         unequal_widths=True,
         latent_attention=False,
         quantised_weights=False,
+        other_state_dtype=True,
         scale_files=True,
         sliding_drafts=("torch_native",),
     ),

@@ -1,4 +1,4 @@
-"""`python -m test.differential --requests N --seed S [--family F] [--kv-cache-dtype D] [flags]`
+"""`python -m test.differential --requests N --seed S [--family F | --hybrid] [flags]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from test.differential.ask import Report, compare
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import ALL_FEATURES, running, without_speculation
+from training import hybrid
 from training.families import FAMILIES
 
 KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -38,12 +42,18 @@ def main() -> int:
         "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of both servers"
     )
     parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
+    parser.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
-    kv = ("--kv-cache-dtype", arguments.kv_cache_dtype)
+    both = ["--kv-cache-dtype", arguments.kv_cache_dtype]
     bounds = FP32_KV if arguments.kv_cache_dtype == "auto" else ROUNDED_KV
-    served = running(*ALL_FEATURES, *kv, *flags, dflash=True, family=arguments.family)
-    with without_speculation(*kv) as plain, served as dflash:
+    with ExitStack() as stack:
+        if arguments.hybrid:
+            target, _ = hybrid.assemble(Path(stack.enter_context(TemporaryDirectory())))
+            both += ["--model-path", str(target)]
+        plain = stack.enter_context(without_speculation(*both))
+        served = running(*ALL_FEATURES, *both, *flags, dflash=True, family=arguments.family)
+        dflash = stack.enter_context(served)
         report = compare(arguments.seed, numbers, plain.url, dflash.url, bounds)
     show(report, arguments.seed)
     return 1 if report.differing else 0

@@ -16,13 +16,13 @@ from torch import Tensor
 from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
 from sglang_dflash.options import VERIFY_WIDTH
 from sglang_dflash.runtime.block import DFlashBlock
-from test.checkpoints import write_draft
+from test.checkpoints import LAYERS, write_draft
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import Asked, answer, assert_exact, engine, serve, small_draft
 from test.worker.conftest import prompt
-from test.worker.test_targets import LAYERS, write
+from test.worker.test_targets import write
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
 N = {"max_new_tokens": 8, "ignore_eos": True}
@@ -50,8 +50,8 @@ def asked(pair: Path) -> dict[str, Asked]:
 
 def check(pair: Path, asked: dict[str, Asked], backend: str = "fa3", **flags: Any) -> None:
     """Each batch runs in a graph of four, whose other rows hold values of the last batch."""
-    flags = {"cuda_graph_bs": [4], "disable_radix_cache": True} | flags
-    with engine(pair, backend, **flags) as run:
+    usual: dict[str, Any] = {"cuda_graph_bs": [4], "disable_radix_cache": True}
+    with engine(pair, backend, **usual | flags) as run:
         reqs = serve(run, asked, apart=1)
     assert_exact(reqs, asked)
 
@@ -115,6 +115,7 @@ def test_mutations_are_seen(
 @pytest.mark.full
 def test_kernels_compile(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's kernels refuse fp32 on a GPU, so they are compiled for bf16."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
     compiled: dict[str, set[str]] = {}
     monkeypatch.setattr(kernels, "COMPILED", compiled)
     with engine(pair, "triton", cuda_graph_bs=[2], dtype="bfloat16", max_running_requests=2) as run:

@@ -176,8 +176,8 @@ def pretend() -> None:
     }.items():
         setattr(cuda, name, value)
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
-    module_of = torch.get_device_module
-    torch.get_device_module = lambda device=None: module_of("cuda" if device is None else device)
+    module_of, of_torch = torch.get_device_module, cast(Any, torch)
+    of_torch.get_device_module = lambda device=None: module_of(device or "cuda")
     _pretend_tensors()
     _pretend_nccl()
     mode: Any = memory.DeviceMode
@@ -257,9 +257,8 @@ def _pretend_tensors() -> None:
 
     torch.tensor, torch.as_tensor = made(tensor), made(as_tensor)
 
-    def new(self: Tensor, data: Any, **kwargs: Any) -> Tensor:
-        kind = {"dtype": self.dtype, "device": self.device}
-        return cast(Tensor, torch.tensor(data, **kind | kwargs))
+    def new(self: Tensor, data: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=self.device)
 
     kind.new_tensor = new
 

@@ -199,6 +199,8 @@ def _pretend_flashinfer() -> None:
     norms = {
         "rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
         "fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
+        "gemma_rmsnorm": gemma_rms_norm,
+        "gemma_fused_add_rmsnorm": gemma_fused_add_rms_norm,
     }
     norms = {name: kernel(f"flashinfer:{name}", twin) for name, twin in norms.items()}
     norm.gen_norm_module = lambda: _spec(SimpleNamespace(**norms))
