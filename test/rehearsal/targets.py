@@ -12,7 +12,7 @@ import transformers
 
 from test.checkpoints import HIDDEN, LAYERS, VOCAB, write_tokenizer
 from test.rehearsal.serving import HEADS
-from test.worker.test_targets import GEMMA_ROPE
+from test.worker.test_targets import GDN, GEMMA_ROPE, MANY_EXPERTS
 
 SIZES = HEADS | {
     "vocab_size": VOCAB,
@@ -41,6 +41,8 @@ LATENT = {
     "rope_theta": 10_000.0,
 }
 WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+ONE_HEAD = {"head_dim": 64}
+EVERY_SECOND = {"full_attention_interval": 2}  # layer has attention
 SINKS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -67,6 +69,7 @@ KINDS = {
     "MoE": Kind("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
     "sliding window": Kind("Gemma3ForCausalLM", WINDOWS | {"rope_parameters": GEMMA_ROPE}),
     "two KV pools": Kind("GptOssForCausalLM", WINDOWS | SINKS),
+    "hybrid": Kind("Qwen3NextForCausalLM", GDN | MANY_EXPERTS | ONE_HEAD | EVERY_SECOND),
     "AWQ": _quantised("awq", "float16", bits=4, group_size=32, zero_point=True, version="gemm"),
     "GPTQ": _quantised("gptq", "float16", bits=4, group_size=32, desc_act=False, sym=True),
     "FP8": _quantised("fp8", "bfloat16", activation_scheme="dynamic", weight_block_size=[128, 128]),

@@ -26,6 +26,7 @@ DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 @pytest.fixture(autouse=True)
 def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DRAFT_AHEAD, raising=False)
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")  # SGLang's default
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "MoE": {},
     "sliding window": {},  # SGLang keeps Gemma 3 in one pool
     "two KV pools": {"two pools": True},
+    "hybrid": {},
     "AWQ": {"dtype": torch.float16, "quantisation": "awq_marlin"},
     "GPTQ": {"dtype": torch.float16, "quantisation": "gptq_marlin"},
     "FP8": {"quantisation": "fp8"},
@@ -205,6 +207,12 @@ def test_kv_dtypes(target: str, draft: str, kv: str) -> None:
 
 
 REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "hybrid",
+        {"mamba_scheduler_strategy": "extra_buffer"},
+        ["--mamba-scheduler-strategy", "Leave it out"],
+    ),
+    ("hybrid", {"dtype": "float16"}, ["one dtype", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
     ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give fp8_e4m3"]),
     (
         "dense",

@@ -188,6 +188,50 @@ def test_a_draft_that_is_not_counted_is_seen(
         check_pools(run, kind)
 
 
+STATES = 2 * (4 * 16 * 16 * FP32 + (2 * 2 * 16 + 4 * 16) * 3 * BF16)  # of two layers: GDN, inputs
+
+
+def check_states(run: InProcess, requests: int) -> None:
+    """States of as many requests as fit, and of each position of their blocks, beside both pools.
+
+    SGLang adds a slot, and a row of the states of positions.
+    """
+    target = run.worker.model_runner
+    pool, cache = target.req_to_token_pool, target.req_to_token_pool.mamba_pool.mamba_cache
+    assert pool.size == requests, f"{pool.size} requests"
+    of_positions = [cache.intermediate_ssm, *cache.intermediate_conv_window]
+    assert size_of([cache.temporal, *cache.conv]) == (requests + 1) * STATES
+    assert size_of(of_positions) == (requests + 1) * BLOCK * STATES
+    allowed = FRACTION * ROOM - size_of([*target.model.parameters(), *target.model.buffers()])
+    planned = target.max_total_num_tokens * (LAYERS // 2 * ONE_HEAD + OF_THE_DRAFT)
+    planned += requests * (1 + BLOCK) * STATES
+    assert 0.97 * allowed < planned <= allowed, f"planned {planned} of {allowed}"
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory, draft: str) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_kind(folder / "target", "hybrid", weights=True)
+    (folder / "draft").symlink_to(draft)
+    return folder
+
+
+@pytest.mark.parametrize(("room", "requests"), [(ROOM, 48), (ROOM // 4, 18)])
+def test_states_of_a_hybrid_fit(
+    meter: Meter,
+    hybrid: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    requests: int,
+) -> None:
+    """With little memory, fewer requests run than the default of 48."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
+    monkeypatch.setattr("test.rehearsal.test_memory.ROOM", room)
+    flags = {"disable_radix_cache": True, "max_running_requests": None}
+    with start(hybrid, **flags) as run:
+        check_states(run, requests)
+
+
 def stored(folder: Path) -> int:
     """Bytes of a checkpoint's tensors in BF16."""
     files = [load_file(file) for file in folder.glob("*.safetensors")]
