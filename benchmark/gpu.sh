@@ -15,6 +15,7 @@
 #   sampled     the bundled pair at temperature 0 and 1: no speculation, the built-in, ours
 #   quantised   fp8, AWQ and GPTQ drafts
 #   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
+#   hybrid      the hybrid target of training/: exact tokens on every backend, speed
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
@@ -125,6 +126,18 @@ rung_families() { # drafts of the other families for the bundled target
   sides=$(cd "$drafts" && printf ',%s' *)
   part 400 families "$PYTHON" -m benchmark.sweep --sides "ours$sides" --families "$drafts" \
     --mix --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/families.json" || failed=1
+  return $failed
+}
+rung_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narrower verifies
+  local pair="$work/hybrid" started=() each failed=0
+  "$PYTHON" -m training.hybrid --out "$pair" || return 1
+  pair=(--model "$pair/target" --draft "$pair/draft")
+  exact hybrid_fa3 "${pair[@]}" $(backend fa3) & started+=($!)
+  exact hybrid_flashinfer "${pair[@]}" $(backend flashinfer) --verify-width 5 & started+=($!)
+  exact hybrid_triton "${pair[@]}" $(backend triton) --server-flags=--disable-radix-cache & started+=($!)
+  for each in "${started[@]}"; do wait "$each" || failed=1; done
+  part 400 hybrid "$PYTHON" -m benchmark.sweep --sides none,ours "${pair[@]}" --mix \
+    --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/hybrid.json" || failed=1
   return $failed
 }
 rung_quantised() {
