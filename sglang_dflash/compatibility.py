@@ -140,7 +140,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     _check_heads(server_args, draft)
     _check_kv(server_args, model_config)
     _check_platform(server_args, model_config)
-    _check_state_dtype(server_args, model_config)
+    _check_state_dtypes(server_args, model_config)
     cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
@@ -312,16 +312,36 @@ def refuse_fp4_kv(server_args: ServerArgs) -> None:
         )
 
 
-def _check_state_dtype(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    kept, dtype = mamba2_state_dtype().conv, model_config.dtype
-    if platform_of(server_args).other_state_dtype or not keeps_gdn_states(model_config):
+def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    """Refuse dtypes with which a verify would round states otherwise than decoding does."""
+    if not keeps_gdn_states(model_config):
         return
-    if kept != dtype:
+    target, dtype = f"The target {server_args.model_path}", model_config.dtype
+    able = platform_of(server_args).gdn_dtypes
+    if dtype not in able:
         raise Refusal(
-            f"The target {server_args.model_path} computes in {dtype}, but SGLang keeps its "
-            f"convolution states in {kept}, and its kernels need one dtype.",
-            f"Set SGLANG_MAMBA_CONV_DTYPE={str(dtype).removeprefix('torch.')}.",
+            f"{target} is to compute in {dtype}, which SGLang's linear attention does not do on a "
+            f"{server_args.device.upper()}.",
+            f"Give --dtype {_name(able[0])}.",
         )
+    kept = mamba2_state_dtype(model_config.hf_config)
+    if kept.conv != dtype:
+        raise Refusal(
+            f"{target} computes in {dtype}, but SGLang keeps its convolution states in "
+            f"{kept.conv}, and a verify does not round them as decoding does.",
+            f"Set SGLANG_MAMBA_CONV_DTYPE={_name(dtype)}.",
+        )
+    if (server_args.mamba_ssm_dtype or _name(kept.temporal)) != "float32":
+        raise Refusal(
+            f"{target} keeps its recurrent states in "
+            f"{server_args.mamba_ssm_dtype or kept.temporal}. One-token decoding rounds them after "
+            "each token, and a verify after each block.",
+            "Give --mamba-ssm-dtype float32.",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_states(server_args: ServerArgs) -> None:

@@ -39,13 +39,14 @@ def bound_states(runner: Any, total_rest_memory: float) -> None:
     width = args.speculative_num_draft_tokens
     per_request = state * (1 + width)
     logger.info(
-        f"DFLASH: a running request takes {per_request / 2**20:.1f} MiB for its recurrent state: "
-        f"{state / 2**20:.1f} MiB, and as much for each of the {width} positions of a block."
+        f"DFLASH: a running request takes {per_request / 2**20:.1f} MiB for recurrent states: its "
+        f"own of {state / 2**20:.1f} MiB, and one for each of the {width} positions of a block. "
+        "With the radix cache, it takes two more of its own."
     )
     if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
-        fitting = int(total_rest_memory * 2**30 * share / per_request)
-        args.max_mamba_cache_size = min(args.max_running_requests, fitting)
+        fitting = int(total_rest_memory * 2**30 * share / per_request) - 1  # SGLang adds one
+        args.max_mamba_cache_size = min(args.max_running_requests // args.dp_size, fitting)
 
 
 def forget_old_match(cache: Any, params: Any, value: Any, last_node: Any, *_: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_dflash.errors import Refusal
 
 
@@ -18,7 +20,7 @@ class Platform:
     unequal_widths: bool  # attention serves any verify width, and a different one per request
     latent_attention: bool  # MLA targets
     quantised_weights: bool
-    other_state_dtype: bool  # convolution states of a hybrid target in another dtype than its own
+    gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
     scale_files: bool  # attention applies scales of --quantization-param-path
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
 
@@ -32,7 +34,7 @@ PLATFORMS = {
         unequal_widths=False,
         latent_attention=True,
         quantised_weights=True,
-        other_state_dtype=False,  # Triton does not compile SGLang's kernel
+        gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
         scale_files=False,
         sliding_drafts=("triton", "fa3"),
     ),
@@ -43,7 +45,7 @@ PLATFORMS = {
         unequal_widths=True,
         latent_attention=False,
         quantised_weights=False,
-        other_state_dtype=True,
+        gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         scale_files=True,
         sliding_drafts=("torch_native",),
     ),

@@ -104,7 +104,7 @@ def _bound_requests(server_args: ServerArgs) -> None:
             "DFLASH: --max-running-requests %d; give the flag to change it.", MAX_RUNNING_REQUESTS
         )
     elif server_args.max_mamba_cache_size is None and server_args.disable_radix_cache:
-        server_args.max_mamba_cache_size = given
+        server_args.max_mamba_cache_size = given // server_args.dp_size
 
 
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
-STATES_PER_REQUEST = 4  # recurrent states of a hybrid target, those of the radix cache among them
-MANY_REQUESTS = 64
+MANY_REQUESTS = 64  # that have recurrent states, unless the number is given
 KV_ITEMSIZE = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}  # of a target; else its own
 
 
@@ -48,13 +47,17 @@ def states_on_cpu(
 
 
 def bound_states(runner: Any, total_rest_memory: float) -> None:
-    """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states."""
-    args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
+    """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
+
+    A request has several slots if the radix cache is on, but the states of a verify only once.
+    """
+    args, state = runner.server_args, runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     if runner.device != "cpu" or args.max_mamba_cache_size is not None:
         return
-    size = params.mamba_cache_per_req * (1 + (args.speculative_num_draft_tokens or 0))
-    most = STATES_PER_REQUEST * (args.max_running_requests or MANY_REQUESTS)
-    args.max_mamba_cache_size = max(1, min(most, KV_BYTES // size))
+    slots = runner._calculate_mamba_ratio()
+    requests = KV_BYTES // (state * (slots + (args.speculative_num_draft_tokens or 0)))
+    most = args.max_running_requests or MANY_REQUESTS
+    args.max_mamba_cache_size = slots * max(1, min(most, requests))
 
 
 def alloc_extend(
@@ -137,10 +140,15 @@ def _times(x: Tensor, factor: int) -> Tensor:
 def default_backend(server_args: Any) -> None:
     """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
 
-    SGLang's default, intel_amx, cannot verify a block and has no seeded draw.
+    SGLang's default, intel_amx, cannot verify a block and has no seeded draw. Convolution states
+    get the dtype of the model: in bf16, SGLang would round them between two forwards.
     """
-    if server_args.device == "cpu" and server_args.attention_backend is None:
+    if server_args.device != "cpu":
+        return
+    if server_args.attention_backend is None:
         server_args.attention_backend = "torch_native"
+    dtype = str(server_args.get_model_config().dtype).removeprefix("torch.")
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
 
 
 def keep_aten() -> None:
@@ -161,8 +169,6 @@ def default_limits(_: None, server_args: Any) -> None:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(server_args.tp_size))
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))
     config = server_args.get_model_config()
-    if config.dtype == torch.float32:  # else convolution states are rounded between two forwards
-        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if server_args.max_total_tokens is None:
         bound = _bytes_bound(server_args)
         if server_args.max_running_requests is not None:

@@ -207,12 +207,6 @@ def test_kv_dtypes(target: str, draft: str, kv: str) -> None:
 
 
 REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
-    (
-        "hybrid",
-        {"mamba_scheduler_strategy": "extra_buffer"},
-        ["--mamba-scheduler-strategy", "Leave it out"],
-    ),
-    ("hybrid", {"dtype": "float16"}, ["one dtype", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
     ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give fp8_e4m3"]),
     (
         "dense",
@@ -235,6 +229,26 @@ REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--quantization-param-path", "a checkpoint that holds the scales"],
     ),
 ]
+
+
+REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "hybrid",
+        {"mamba_scheduler_strategy": "extra_buffer"},
+        ["--mamba-scheduler-strategy", "Leave it out"],
+    ),
+    ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
+    ("hybrid", {"mamba_ssm_dtype": "bfloat16"}, ["rounds", "--mamba-ssm-dtype float32"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"), REFUSED_STATES, ids=lambda given: str(given)[:40]
+)
+def test_refused_states(
+    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
+) -> None:
+    check_refusal(words, write_kind(tmp_path, kind), draft, **given)
 
 
 @pytest.mark.parametrize(("kind", "given", "words"), REFUSED_KV, ids=lambda given: str(given)[:40])

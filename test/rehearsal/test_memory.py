@@ -216,7 +216,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, draft: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("room", "requests"), [(ROOM, 48), (ROOM // 4, 18)])
+@pytest.mark.parametrize(("room", "requests"), [(ROOM, 48), (ROOM // 4, 17)])
 def test_states_of_a_hybrid_fit(
     meter: Meter,
     hybrid: Path,

@@ -31,12 +31,12 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # as all else here
     }
 
 
 @cache
 def pretend() -> None:
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as all else here
     sys.setdlopenflags(os.RTLD_LAZY)  # the driver's functions are neither called nor looked up
     from test.rehearsal.device import cuda, kernels, twins
 

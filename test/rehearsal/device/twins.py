@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,3 +227,7 @@ def _pretend_gated_delta_rule() -> None:
     check = "q.dtype != torch.float32"
     assert check in source
     exec(source.replace(check, "True"), vars(chunk))
+    from sglang_dflash.platforms import PLATFORMS
+
+    platform = PLATFORMS["cuda"]
+    PLATFORMS["cuda"] = replace(platform, gdn_dtypes=(*platform.gdn_dtypes, torch.float32))
