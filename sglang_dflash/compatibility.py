@@ -12,6 +12,7 @@ from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
@@ -36,7 +37,8 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
     ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
     ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
-    ("enable_lora", (None, False), "not implemented", "Leave the adapters out."),
+    ("enable_lora_overlap_loading", (None, False), "not implemented", "Leave it out."),
+    ("lora_use_virtual_experts", (False,), "adapters on experts are not served", "Leave it out."),
     ("kv_cache_dtype", ("auto",), "the draft's KV keeps the model's dtype", "Leave it at auto."),
     ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
@@ -70,9 +72,21 @@ def check_flags(server_args: ServerArgs) -> None:
         if value not in served:
             flag = name.replace("_", "-")
             raise Refusal(f"DFLASH does not work with --{flag} {value}: {reason}.", fix)
+    _check_adapters(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
+        )
+
+
+def _check_adapters(server_args: ServerArgs) -> None:
+    served = platform_of(server_args).lora_backends
+    if has_adapters(server_args) and server_args.lora_backend not in served:
+        device = server_args.device.upper()
+        raise Refusal(
+            f"--lora-backend {server_args.lora_backend} does not serve LoRA adapters with DFLASH "
+            f"on a {device}.",
+            f"Give --lora-backend {' or '.join(served)}." if served else WITHOUT_DFLASH,
         )
 
 

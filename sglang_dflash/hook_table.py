@@ -62,6 +62,12 @@ DFLASH_HOOKS = (
         "SGLang refuses a radix cache of recurrent states with speculation",
     ),
     Hook(
+        "server_args.ServerArgs.check_lora_server_args",
+        "AROUND",
+        "adapters:check_adapters",
+        "SGLang refuses LoRA adapters with DFLASH",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",

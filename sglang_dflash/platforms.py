@@ -19,6 +19,8 @@ class Platform:
     latent_attention: bool  # MLA targets
     quantised_weights: bool
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
+    lora_backends: tuple[str, ...]
+    adapted_heads: bool  # LoRA adapters on the LM head
 
 
 PLATFORMS = {
@@ -31,6 +33,8 @@ PLATFORMS = {
         latent_attention=True,
         quantised_weights=True,
         sliding_drafts=("triton", "fa3"),
+        lora_backends=(),
+        adapted_heads=False,
     ),
     "cpu": Platform(
         attention_backends=("torch_native",),
@@ -40,6 +44,8 @@ PLATFORMS = {
         latent_attention=False,
         quantised_weights=False,
         sliding_drafts=("torch_native",),
+        lora_backends=("torch_native",),
+        adapted_heads=False,
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,23 @@ def bound_states(runner: Any, total_rest_memory: float) -> None:
     size = params.mamba_cache_per_req * (1 + (args.speculative_num_draft_tokens or 0))
     most = STATES_PER_REQUEST * (args.max_running_requests or MANY_REQUESTS)
     args.max_mamba_cache_size = max(1, min(most, KV_BYTES // size))
+
+
+class _Unpinned(TorchFunctionMode):
+    """Torch functions make tensors in pageable memory, whatever they are asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
+def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
+    with _Unpinned():
+        return original(*args, **kwargs)
 
 
 def alloc_extend(
@@ -136,10 +154,15 @@ def _times(x: Tensor, factor: int) -> Tensor:
 def default_backend(server_args: Any) -> None:
     """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
 
-    SGLang's default, intel_amx, cannot verify a block and has no seeded draw.
+    SGLang's default for attention, intel_amx, cannot verify a block and has no seeded draw. Its
+    default for LoRA, csgmv, is Triton code.
     """
-    if server_args.device == "cpu" and server_args.attention_backend is None:
+    if server_args.device != "cpu":
+        return
+    if server_args.attention_backend is None:
         server_args.attention_backend = "torch_native"
+    if server_args.lora_backend == "csgmv":
+        server_args.lora_backend = "torch_native"
 
 
 def keep_aten() -> None:

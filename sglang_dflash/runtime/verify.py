@@ -85,7 +85,8 @@ class Verifier:
         """
         self._graphs.use(block.draft_token_num)
         graphs = self._runner.graph_runner
-        if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
+        more = self._runner.model_is_mrope or self._runner.server_args.enable_lora
+        if graphs is None or more or enable_num_token_non_padded():
             return  # these forwards have further inputs, which only SGLang's own batch has
         forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):

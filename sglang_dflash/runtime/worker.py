@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.lora.layers import FusedMoEWithLoRA, ParallelLMHeadWithLoRA
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -50,6 +51,7 @@ class DFlashWorker:
         self.device = target_worker.device
         self.update_weights_from_tensor = target_worker.update_weights_from_tensor
         _refuse_other_kv_dtype(target_worker)
+        _refuse_adapted_parts(target_worker)
         self._options = Options.read(server_args)
         self._make_draft(place)
         self._make_step()
@@ -210,6 +212,27 @@ def _refuse_other_kv_dtype(target: TpModelWorker) -> None:
             f"The target's checkpoint requires KV in {runner.kv_cache_dtype}, but this release "
             "keeps KV in the model's dtype.",
             "Use another checkpoint, or serve it without --speculative-algorithm DFLASH.",
+        )
+
+
+def _refuse_adapted_parts(target: TpModelWorker) -> None:
+    """Refuse adapters on parts of the target where SGLang cannot run them behind a block.
+
+    Which parts have adapters is known when SGLang has read them.
+    """
+    runner = target.model_runner
+    parts = {type(module) for module in runner.model.modules()}
+    if FusedMoEWithLoRA in parts:
+        raise Refusal(
+            "LoRA adapters on experts are not served with DFLASH: SGLang's buffers for them have "
+            "one token per request.",
+            "Give --lora-target-modules without gate_up_proj and down_proj.",
+        )
+    if ParallelLMHeadWithLoRA in parts and not platform_of(target.server_args).adapted_heads:
+        raise Refusal(
+            f"LoRA adapters on lm_head are not served with DFLASH on a {runner.device.upper()}: "
+            "SGLang's torch_native backend gives requests of one prefill each other's adapters.",
+            "Give --lora-target-modules without lm_head.",
         )
 
 
