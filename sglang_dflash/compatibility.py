@@ -212,6 +212,12 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
             "block of them.",
             "Give --attention-backend fa3 or triton.",
         )
+    if has_adapters(server_args) and model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(
+            f"{target} uses latent attention (MLA). SGLang's LoRA has kernels of its own for it, "
+            "which have not been compared with DFLASH.",
+            "Leave --enable-lora and --lora-paths out.",
+        )
     device = server_args.device.upper()
     if not platform.latent_attention and model_config.attention_arch == AttentionArch.MLA:
         raise Refusal(

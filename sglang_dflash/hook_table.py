@@ -173,6 +173,18 @@ DFLASH_HOOKS = (
 
 CUDA_HOOKS = (
     Hook(
+        "lora.lora_manager.LoRAManager.prepare_lora_batch",
+        "AROUND",
+        "adapters:with_lengths",
+        "LoRA backends read the lengths of a prefill, which a verify does not have",
+    ),
+    Hook(
+        "lora.backend.chunked_backend.ChunkedSgmvLoRABackend.prepare_lora_batch",
+        "AFTER",
+        "adapters:all_segments",
+        "a graph computes as many segments as its capture had, which had no adapters",
+    ),
+    Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AFTER",
         "hooks:room_for_a_block",

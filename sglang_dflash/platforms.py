@@ -33,8 +33,8 @@ PLATFORMS = {
         latent_attention=True,
         quantised_weights=True,
         sliding_drafts=("triton", "fa3"),
-        lora_backends=(),
-        adapted_heads=False,
+        lora_backends=("csgmv", "triton"),
+        adapted_heads=True,
     ),
     "cpu": Platform(
         attention_backends=("torch_native",),

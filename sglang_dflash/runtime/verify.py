@@ -81,12 +81,11 @@ class Verifier:
 
         rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
         is in buffers that all graphs share, so the forward of any other graph destroys it
-        (`forget`).
+        (`forget`). The LoRA adapters of these requests are in them since their last verify.
         """
         self._graphs.use(block.draft_token_num)
         graphs = self._runner.graph_runner
-        more = self._runner.model_is_mrope or self._runner.server_args.enable_lora
-        if graphs is None or more or enable_num_token_non_padded():
+        if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
             return  # these forwards have further inputs, which only SGLang's own batch has
         forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):

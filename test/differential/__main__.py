@@ -1,4 +1,4 @@
-"""`python -m test.differential --requests N --seed S [--family F] [server flags]`
+"""`python -m test.differential --requests N --seed S [--family F] [--adapters] [server flags]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -10,9 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from test.differential.ask import Report, compare
-from test.servers import ALL_FEATURES, running, without_speculation
+from test.servers import (
+    ADAPTERS,
+    ALL_FEATURES,
+    FULL,
+    running,
+    with_adapters,
+    without_speculation,
+)
 from training.families import FAMILIES
 
 
@@ -32,11 +41,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="replay these requests")
     parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
+    parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
-    dflash_server = running(*ALL_FEATURES, *flags, dflash=True, family=arguments.family)
-    with without_speculation() as plain, dflash_server as dflash:
-        report = compare(arguments.seed, numbers, plain.url, dflash.url)
+    with TemporaryDirectory() as folder:
+        names = tuple(ADAPTERS) if arguments.adapters else ()
+        both = with_adapters(Path(folder)) if names else ()
+        own = (*both, *(FULL if names else ()), *flags)
+        dflash_server = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
+        with without_speculation(*both) as plain, dflash_server as dflash:
+            report = compare(arguments.seed, numbers, plain.url, dflash.url, names)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

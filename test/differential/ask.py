@@ -77,9 +77,15 @@ def ask_with_company(url: str, request: Request) -> Any:
     return ask(url, request)
 
 
-def compare(seed: int, numbers: range | list[int], plain: str, dflash: str) -> Report:
+def compare(
+    seed: int,
+    numbers: range | list[int],
+    plain: str,
+    dflash: str,
+    adapters: tuple[str, ...] = (),
+) -> Report:
     """Ask both servers, given by their URLs, these requests of a seed."""
-    asked = [draw(number, seed) for number in numbers]
+    asked = [draw(number, seed, adapters) for number in numbers]
     expected = [ask(plain, request) for request in asked]
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda request: ask_with_company(dflash, request), asked))

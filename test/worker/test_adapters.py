@@ -21,6 +21,7 @@ from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
 from test.worker.conftest import facts, force, prompt
 from test.worker.test_refusals import arguments
+from test.worker.test_targets import write
 
 LONG = {"max_new_tokens": 30, "ignore_eos": True}
 SEEDED = LONG | {"temperature": 0.8, "sampling_seed": 5}
@@ -37,15 +38,14 @@ ASKED: list[Asked] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    write_adapter(folder / "wide", rank=16, vocabulary=("embed_tokens",))
-    write_adapter(folder / "narrow", rank=4, seed=1)
+    write_adapter(folder / "wide", Path(target), rank=16, vocabulary=("embed_tokens",))
+    write_adapter(folder / "narrow", Path(target), rank=4, seed=1)
     return folder
 
 
 def flags(folder: Path) -> dict[str, Any]:
-    """Both adapters, of which one layer at a time is in the pool beside the base."""
     paths = [f"{name}={folder / name}" for name in ("wide", "narrow")]
     return {
         "lora_paths": paths,
@@ -224,7 +224,19 @@ def test_one_width(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert lora(target, draft, enable_lora=False, lora_paths=["one"])
 
 
+def test_adapted_experts_are_refused(draft: str, tmp_path: Path) -> None:
+    write(tmp_path, "Qwen3MoeForCausalLM")
+    modules = ["gate_proj", "up_proj", "down_proj"]
+    given: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": 2,
+        "lora_target_modules": modules,
+    }
+    with pytest.raises(Refusal, match="experts"):
+        InProcess(str(tmp_path), draft, **given)
+
+
 def test_adapted_heads_are_refused(target: str, draft: str, tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "head", rank=2, vocabulary=("lm_head",))
+    path = write_adapter(tmp_path / "head", Path(target), rank=2, vocabulary=("lm_head",))
     with pytest.raises(Refusal, match="lm_head"):
         InProcess(target, draft, lora_paths=[str(path)])
