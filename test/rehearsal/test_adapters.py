@@ -34,23 +34,29 @@ def add(run: InProcess, name: str | None, asked: Asked) -> Any:
     return run.add(asked.ids, lora_id=found[0] if found else None, **asked.options)
 
 
-@pytest.fixture(scope="module")
-def asked(small: Path, flags: dict[str, Any]) -> list[tuple[str | None, Asked]]:
-    """Requests, and the answer to each alone: without speculation, graphs and other adapters."""
-    all_of_them: list[tuple[str | None, Asked]] = []
+Asks = list[tuple[str | None, Asked]]  # adapter and request
+
+
+def answered(small: Path, flags: dict[str, Any], asks: Asks) -> Asks:
+    """Fill in the answer to each alone: without speculation, graphs and other adapters."""
     plain = {"disable_cuda_graph": True, "disable_radix_cache": True, "lora_backend": "triton"}
     with engine(small, "fa3", draft=False, **flags | plain) as run:
-        for name, length in ASKED:
-            one = Asked(prompt(970 + length, length), FEW)
+        for name, one in asks:
             req = add(run, name, one)
             run.run(req)
             one.answer = facts(req)
-            all_of_them.append((name, one))
-    assert all_of_them[0][1].answer["ids"] != all_of_them[1][1].answer["ids"]
-    return all_of_them
+    return asks
 
 
-def right(small: Path, asked: list[tuple[str | None, Asked]], **flags: Any) -> bool:
+@pytest.fixture(scope="module")
+def asked(small: Path, flags: dict[str, Any]) -> Asks:
+    asks = [(name, Asked(prompt(970 + length, length), FEW)) for name, length in ASKED]
+    found = answered(small, flags, asks)
+    assert found[0][1].answer["ids"] != found[1][1].answer["ids"]
+    return found
+
+
+def right(small: Path, asked: Asks, **flags: Any) -> bool:
     """Serve the requests, which join one after another. Whether all answers are right."""
     reqs = []
     with engine(small, "fa3", **flags) as run:
@@ -83,7 +89,7 @@ FURTHER: list[dict[str, Any]] = [
 def test_equals_target(
     small: Path,
     flags: dict[str, Any],
-    asked: list[tuple[str | None, Asked]],
+    asked: Asks,
     monkeypatch: pytest.MonkeyPatch,
     kind: dict[str, Any],
 ) -> None:
@@ -99,7 +105,7 @@ def test_blocks_of_several_segments(
     small: Path,
     tmp_path: Path,
     flags: dict[str, Any],
-    asked: list[tuple[str | None, Asked]],
+    asked: Asks,
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
 ) -> None:
@@ -113,9 +119,29 @@ def test_blocks_of_several_segments(
 def test_segments_of_a_capture_are_too_few(
     small: Path,
     flags: dict[str, Any],
-    asked: list[tuple[str | None, Asked]],
+    asked: Asks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A mutation: graphs compute the segments that SGLang captures."""
     monkeypatch.setattr(adapters, "all_segments", lambda *_, **__: None)
     assert not right(small, asked, **flags, lora_backend="csgmv")
+
+
+@pytest.mark.full
+def test_unused_segments_are_empty(
+    small: Path, flags: dict[str, Any], asked: Asks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller batch has fewer segments. Those of the batch before it do not stay."""
+    all_segments, seen = adapters.all_segments, []
+
+    def checked(result: None, backend: Any, **given: Any) -> None:
+        used = backend.batch_info.num_segments
+        all_segments(result, backend, **given)
+        if backend.batch_info.use_cuda_graph:
+            bounds = backend.batch_info.seg_indptr.tolist()
+            seen.append(set(bounds[used:]) == {len(given["forward_batch"].input_ids)})
+
+    monkeypatch.setattr(adapters, "all_segments", checked)
+    assert right(small, asked, **flags, lora_backend="csgmv")
+    assert seen
+    assert all(seen)
