@@ -15,6 +15,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
@@ -39,7 +40,8 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
     ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
     ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
-    ("enable_lora", (None, False), "not implemented", "Leave the adapters out."),
+    ("enable_lora_overlap_loading", (None, False), "not implemented", "Leave it out."),
+    ("lora_use_virtual_experts", (False,), "adapters on experts are not served", "Leave it out."),
     ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
     ("enable_hisparse", (False,), "not implemented", "Leave it out."),
@@ -72,9 +74,21 @@ def check_flags(server_args: ServerArgs) -> None:
         if value not in served:
             flag = name.replace("_", "-")
             raise Refusal(f"DFLASH does not work with --{flag} {value}: {reason}.", fix)
+    _check_adapters(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
+        )
+
+
+def _check_adapters(server_args: ServerArgs) -> None:
+    served = platform_of(server_args).lora_backends
+    if has_adapters(server_args) and server_args.lora_backend not in served:
+        device = server_args.device.upper()
+        raise Refusal(
+            f"--lora-backend {server_args.lora_backend} does not serve LoRA adapters with DFLASH "
+            f"on a {device}.",
+            f"Give --lora-backend {' or '.join(served)}." if served else WITHOUT_DFLASH,
         )
 
 
@@ -283,6 +297,17 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
             f"{target} has sliding-window layers, and SGLang's flashinfer backend cannot verify a "
             "block of them.",
             "Give --attention-backend fa3 or triton.",
+        )
+    if has_adapters(server_args) and model_config.attention_arch == AttentionArch.MLA:
+        raise Refusal(
+            f"{target} uses latent attention (MLA). SGLang's LoRA has kernels of its own for it, "
+            "which have not been compared with DFLASH.",
+            "Leave --enable-lora and --lora-paths out.",
+        )
+    if has_adapters(server_args) and keeps_gdn_states(model_config):
+        raise Refusal(
+            f"{target} has linear attention. Adapters on it have not been compared with DFLASH.",
+            "Leave --enable-lora and --lora-paths out.",
         )
     device = server_args.device.upper()
     if not platform.latent_attention and model_config.attention_arch == AttentionArch.MLA:

@@ -75,4 +75,5 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     args.context_length = context_len
     args.dtype = str(dtype).removeprefix("torch.")
     args.kv_cache_dtype = "auto"
+    args.enable_lora, args.lora_paths = False, None
     return args

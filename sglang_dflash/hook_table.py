@@ -68,6 +68,12 @@ DFLASH_HOOKS = (
         "SGLang's check of KV in FP4 ends in assertions about its backends",
     ),
     Hook(
+        "server_args.ServerArgs.check_lora_server_args",
+        "AROUND",
+        "adapters:check_adapters",
+        "SGLang refuses LoRA adapters with DFLASH",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",
@@ -172,6 +178,18 @@ DFLASH_HOOKS = (
 )
 
 CUDA_HOOKS = (
+    Hook(
+        "lora.lora_manager.LoRAManager.prepare_lora_batch",
+        "AROUND",
+        "adapters:with_lengths",
+        "LoRA backends read the lengths of a prefill, which a verify does not have",
+    ),
+    Hook(
+        "lora.backend.chunked_backend.ChunkedSgmvLoRABackend.prepare_lora_batch",
+        "AFTER",
+        "adapters:all_segments",
+        "a graph computes as many segments as its capture had, which had no adapters",
+    ),
     Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AFTER",

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dflash.adapters import has_adapters
 from sglang_dflash.errors import Refusal
 from sglang_dflash.platforms import Platform, platform_of
 
@@ -33,7 +34,8 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         const=VERIFY_WIDTH,
         metavar="{full,N,auto}",
         help="Number of positions of a DFLASH block that the target verifies. auto picks the width "
-        "with the highest expected throughput. Default: auto on a CPU, full on CUDA.",
+        "with the highest expected throughput. Default: auto on a CPU, full on CUDA "
+        "and with LoRA adapters.",
     )
     parser.add_argument(
         "--speculative-dflash-draft-ahead",
@@ -58,7 +60,14 @@ class Options:
         """Read the environment for server arguments with a block size; raises `Refusal`."""
         block_size = int(server_args.speculative_num_draft_tokens)
         platform = platform_of(server_args)
-        widths = os.environ.get(VERIFY_WIDTH, platform.verify_width)
+        adapters = has_adapters(server_args)
+        widths = os.environ.get(VERIFY_WIDTH, "full" if adapters else platform.verify_width)
+        if adapters and widths == "auto":
+            raise Refusal(
+                f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) auto does not work with "
+                "LoRA adapters: SGLang prepares them for one width.",
+                f"Give full, or 2 to {block_size}.",
+            )
         ahead = os.environ.get(DRAFT_AHEAD, platform.draft_ahead)
         if ahead not in ("on", "off"):
             raise Refusal(

@@ -23,6 +23,8 @@ class Platform:
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
     scale_files: bool  # attention applies scales of --quantization-param-path
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
+    lora_backends: tuple[str, ...]
+    adapted_heads: bool  # LoRA adapters on the LM head
 
 
 PLATFORMS = {
@@ -37,6 +39,8 @@ PLATFORMS = {
         gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
         scale_files=False,
         sliding_drafts=("triton", "fa3"),
+        lora_backends=("csgmv", "triton"),
+        adapted_heads=True,
     ),
     "cpu": Platform(
         attention_backends=("torch_native",),
@@ -48,6 +52,8 @@ PLATFORMS = {
         gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         scale_files=True,
         sliding_drafts=("torch_native",),
+        lora_backends=("torch_native",),
+        adapted_heads=False,
     ),
 }
 

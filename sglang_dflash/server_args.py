@@ -9,6 +9,7 @@ from pathlib import Path
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import compatibility
+from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint import hub, load, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
@@ -81,7 +82,10 @@ def handle_dflash(server_args: ServerArgs) -> None:
     compatibility.check_target(server_args, draft)
     compatibility.check_draft(server_args, draft, tensors)
     server_args.speculative_draft_model_quantization = draft.quantization_method
-    Options.read(server_args)  # refuses before any process starts
+    options = Options.read(server_args)  # refuses before any process starts
+    if has_adapters(server_args):
+        [width] = options.verify_widths
+        logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
     _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     # SGLang can fuse a layer's all-reduce with the next norm, after its states are captured.

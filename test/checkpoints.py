@@ -55,6 +55,60 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(EOS)).save_pretrained(path)
 
 
+def write_adapter(
+    path: Path,
+    target: Path,
+    rank: int,
+    vocabulary: tuple[str, ...] = (),
+    seed: int = 0,
+    strength: float = 0.3,
+) -> Path:
+    """A LoRA adapter of a Qwen3 target as PEFT writes it, on all linear layers.
+
+    vocabulary: "embed_tokens", "lm_head"; strength: 0.3 changes most texts of `write_target`.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    config = json.loads((target / "config.json").read_text())
+    hidden, inner, vocab = (config[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
+    heads, kv_heads = (
+        config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value")
+    )
+    shapes = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, kv_heads),
+        "self_attn.v_proj": (hidden, kv_heads),
+        "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (into, out) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{prefix}.lora_A.weight"] = drawn(rank, into) / into**0.5
+            weights[f"{prefix}.lora_B.weight"] = strength * drawn(out, rank)
+    if "embed_tokens" in vocabulary:
+        prefix = "base_model.model.model.embed_tokens"
+        weights[f"{prefix}.lora_embedding_A"] = drawn(rank, vocab)
+        weights[f"{prefix}.lora_embedding_B"] = strength * drawn(hidden, rank) / 3
+    if "lm_head" in vocabulary:
+        weights["base_model.model.lm_head.lora_A.weight"] = drawn(rank, hidden) / hidden**0.5
+        weights["base_model.model.lm_head.lora_B.weight"] = strength * drawn(vocab, rank)
+    names = [name.split(".")[-1] for name in shapes]
+    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(
+        json.dumps(peft | {"target_modules": [*names, *vocabulary]})
+    )
+    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def draft_config(**changes: Any) -> dict[str, Any]:
     """z-lab config.json for that target."""
     config = {

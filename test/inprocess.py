@@ -80,6 +80,7 @@ class InProcess:
             }
         args.setdefault("disable_overlap_schedule", True)
         self.server_args = ServerArgs(model_path=model_path, **args)
+        self.server_args.check_lora_server_args()  # `launch_server` calls it; it reads the adapters
         ports = PortArgs.init_new(self.server_args)
         ports.nccl_port = nccl_port or free_port()
         self._sinks = zmq.Context()  # where a server's other processes would listen

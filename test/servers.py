@@ -15,6 +15,7 @@ import requests
 
 from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET
+from test.checkpoints import write_adapter
 from test.plugins import distribution
 from training.families import assemble
 
@@ -37,6 +38,7 @@ COMMON = (
 REFERENCE = ("--disable-overlap-schedule",)
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFT))
 FULL = ("--speculative-dflash-verify-width", "full")  # for tests that count accepted drafts
+ADAPTERS = {"wide": 16, "narrow": 4}  # names and ranks
 AHEAD = ("--speculative-dflash-draft-ahead", "on")
 # Every feature that a request may ask for. Seeds count, so unseeded draws are all alike.
 ALL_FEATURES = (
@@ -185,6 +187,14 @@ def draft_of(family: str | None, folder: str) -> tuple[str, ...]:
     if family is None:
         return ()
     return "--speculative-draft-model-path", str(assemble(family, Path(folder)))
+
+
+def with_adapters(folder: Path) -> tuple[str, ...]:
+    """Flags for the LoRA adapters ADAPTERS of the bundled target, which are written to a folder."""
+    for seed, (name, rank) in enumerate(ADAPTERS.items()):
+        part = ("embed_tokens",) if seed == 0 else ()
+        write_adapter(folder / name, TARGET, rank, part, seed, strength=0.02)
+    return "--lora-paths", *(f"{name}={folder / name}" for name in ADAPTERS)
 
 
 @contextmanager

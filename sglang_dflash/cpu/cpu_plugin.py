@@ -31,6 +31,13 @@ CPU_HOOKS = (
         "cpu.stand_ins:bound_states",
         "SGLang sizes recurrent states for a GPU",
     ),
+    *(
+        Hook(f"lora.{function}", "AROUND", "cpu.stand_ins:without_pinning", "pins memory")
+        for function in (
+            "lora_manager.LoRAManager.init_state",
+            "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        )
+    ),
     Hook(
         "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "REPLACE",

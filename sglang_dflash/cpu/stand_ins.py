@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,23 @@ def bound_states(runner: Any, total_rest_memory: float) -> None:
     requests = KV_BYTES // (state * (slots + (args.speculative_num_draft_tokens or 0)))
     most = args.max_running_requests or MANY_REQUESTS
     args.max_mamba_cache_size = slots * max(1, min(most, requests))
+
+
+class _Unpinned(TorchFunctionMode):
+    """Torch functions make tensors in pageable memory, whatever they are asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
+def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
+    with _Unpinned():
+        return original(*args, **kwargs)
 
 
 def alloc_extend(
@@ -140,13 +158,16 @@ def _times(x: Tensor, factor: int) -> Tensor:
 def default_backend(server_args: Any) -> None:
     """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
 
-    SGLang's default, intel_amx, cannot verify a block and has no seeded draw. Convolution states
-    get the dtype of the model: in bf16, SGLang would round them between two forwards.
+    SGLang's default for attention, intel_amx, cannot verify a block and has no seeded draw. Its
+    default for LoRA, csgmv, is Triton code. Convolution states get the dtype of the model: in bf16,
+    SGLang would round them between two forwards.
     """
     if server_args.device != "cpu":
         return
     if server_args.attention_backend is None:
         server_args.attention_backend = "torch_native"
+    if server_args.lora_backend == "csgmv":
+        server_args.lora_backend = "torch_native"
     dtype = str(server_args.get_model_config().dtype).removeprefix("torch.")
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
 

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,16 +33,19 @@ def token_embedding(model: Any) -> nn.Module:
     """The target's token embedding. `get_input_embeddings` does not always return it."""
     language = language_model(model)
     found = getattr(getattr(language, "model", language), "embed_tokens", None)
-    embedding: nn.Module = found if found is not None else model.get_input_embeddings()
-    return embedding
+    return _without_adapters(found if found is not None else model.get_input_embeddings())
 
 
 def lm_head(model: Any) -> nn.Module:
     """The LM head of a target, on its language model or on the model itself."""
     head = getattr(language_model(model), "lm_head", None) or getattr(model, "lm_head", None)
     assert head is not None, f"{type(model).__name__} has no LM head"
-    found: nn.Module = head
-    return found
+    return _without_adapters(head)
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """The module itself. LoRA puts a module around it that reads the batch of the target."""
+    return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
 
 
 def is_copy(own: nn.Module, targets: nn.Module) -> bool:

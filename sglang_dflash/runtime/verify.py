@@ -81,7 +81,7 @@ class Verifier:
 
         rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
         is in buffers that all graphs share, so the forward of any other graph destroys it
-        (`forget`).
+        (`forget`). The LoRA adapters of these requests are in them since their last verify.
         """
         self._graphs.use(block.draft_token_num)
         graphs = self._runner.graph_runner

@@ -1,4 +1,4 @@
-"""`python -m test.differential --requests N --seed S [--family F | --hybrid] [flags]`
+"""`python -m test.differential --requests N --seed S [--family F | --hybrid | --adapters] [flags]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -16,7 +16,14 @@ from tempfile import TemporaryDirectory
 
 from test.differential.ask import Report, compare
 from test.precision import FP32_KV, ROUNDED_KV
-from test.servers import ALL_FEATURES, running, without_speculation
+from test.servers import (
+    ADAPTERS,
+    ALL_FEATURES,
+    FULL,
+    running,
+    with_adapters,
+    without_speculation,
+)
 from training import hybrid
 from training.families import FAMILIES
 
@@ -43,18 +50,23 @@ def main() -> int:
     )
     parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
     parser.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
+    parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
+    names = tuple(ADAPTERS) if arguments.adapters else ()
     both = ["--kv-cache-dtype", arguments.kv_cache_dtype]
     bounds = FP32_KV if arguments.kv_cache_dtype == "auto" else ROUNDED_KV
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
         if arguments.hybrid:
-            target, _ = hybrid.assemble(Path(stack.enter_context(TemporaryDirectory())))
-            both += ["--model-path", str(target)]
+            both += ["--model-path", str(hybrid.assemble(folder)[0])]
+        if names:
+            both += with_adapters(folder)
         plain = stack.enter_context(without_speculation(*both))
-        served = running(*ALL_FEATURES, *both, *flags, dflash=True, family=arguments.family)
+        own = (*both, *(FULL if names else ()), *flags)
+        served = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
         dflash = stack.enter_context(served)
-        report = compare(arguments.seed, numbers, plain.url, dflash.url, bounds)
+        report = compare(arguments.seed, numbers, plain.url, dflash.url, bounds, names)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

@@ -79,10 +79,15 @@ def ask_with_company(url: str, request: Request) -> Any:
 
 
 def compare(
-    seed: int, numbers: range | list[int], plain: str, dflash: str, bounds: Bounds = FP32_KV
+    seed: int,
+    numbers: range | list[int],
+    plain: str,
+    dflash: str,
+    bounds: Bounds = FP32_KV,
+    adapters: tuple[str, ...] = (),
 ) -> Report:
     """Ask both servers, given by their URLs, these requests of a seed."""
-    asked = [draw(number, seed) for number in numbers]
+    asked = [draw(number, seed, adapters) for number in numbers]
     expected = [ask(plain, request) for request in asked]
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda request: ask_with_company(dflash, request), asked))

@@ -30,14 +30,21 @@ class Request:
         return value
 
 
-def draw(number: int, seed: int) -> Request:
-    """Request `number` of a seed: the same whatever else is drawn."""
+def draw(number: int, seed: int, adapters: tuple[str, ...] = ()) -> Request:
+    """Request `number` of a seed: the same whatever else is drawn.
+
+    adapters: the names of LoRA adapters, of which a request has one or none.
+    """
     rng = random.Random(f"{seed}-{number}")
     kind = rng.choices((native, chat_completion, completion), (0.6, 0.25, 0.15))[0]
     request = kind(number, rng)
     if request.path == "/generate" and request.temperature > 0:
         own = random.Random(f"seed-{seed}-{number}")
         request.body["sampling_params"]["sampling_seed"] = own.randint(0, 2**40)
+    adapter = random.Random(f"adapter-{seed}-{number}").choice((None, *adapters))
+    if adapter is not None:
+        request.features.append("lora_path")
+        request.body["lora_path"] = adapter
     return request
 
 

@@ -238,6 +238,7 @@ REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--mamba-scheduler-strategy", "Leave it out"],
     ),
     ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
+    ("hybrid", {"enable_lora": True}, ["linear attention", "Leave --enable-lora"]),
     ("hybrid", {"mamba_ssm_dtype": "bfloat16"}, ["rounds", "--mamba-ssm-dtype float32"]),
 ]
 

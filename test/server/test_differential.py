@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from test.differential.ask import Report, compare
 from test.server.conftest import on
-from test.servers import AHEAD, ALL_FEATURES, Client, running
+from test.servers import (
+    ADAPTERS,
+    AHEAD,
+    ALL_FEATURES,
+    FULL,
+    Client,
+    running,
+    with_adapters,
+    without_speculation,
+)
 
 COMPARED = 50
 SEEDS = {"auto": 12, "page 16, ahead": 11}
@@ -32,6 +42,16 @@ def check(report: Report, compared: int) -> None:
 def test_random_requests(server: Client, reference: Client, request: pytest.FixtureRequest) -> None:
     seed = SEEDS[request.node.callspec.params["server"]]
     check(compare(seed, range(COMPARED), reference.url, server.url), COMPARED)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [(), ("--page-size", "16", *SMALL, *AHEAD)], ids=str)
+def test_random_requests_with_adapters(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Each request has one of two LoRA adapters, or none."""
+    both = with_adapters(tmp_path)
+    dflash = running(*ALL_FEATURES, *both, *FULL, *flags, dflash=True)
+    with without_speculation(*both) as plain, dflash as server:
+        check(compare(13, range(100), plain.url, server.url, adapters=tuple(ADAPTERS)), 100)
 
 
 @pytest.mark.full

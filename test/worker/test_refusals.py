@@ -36,7 +36,6 @@ FLAGS: dict[str, Any] = {
     "enable_dp_attention": True,
     "pp_size": 2,
     "disaggregation_mode": "prefill",
-    "enable_lora": True,
     "kv_cache_dtype": "fp4_e2m1",
     "enable_hierarchical_cache": True,
     "enable_lmcache": True,

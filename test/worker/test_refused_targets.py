@@ -85,11 +85,14 @@ def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Pa
         arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
 
 
-def test_latent_attention_on_a_cpu(draft: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "words"), [({}, "not served on a CPU"), ({"enable_lora": True}, "LoRA")]
+)
+def test_latent_attention(draft: str, tmp_path: Path, flags: dict[str, Any], words: str) -> None:
     sizes = SIZES | LATENT | {"num_key_value_heads": 4, "head_dim": 48}
     target = save(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
-    with pytest.raises(Refusal, match="MLA"):
-        arguments(target, draft)
+    with pytest.raises(Refusal, match=rf"MLA.*{words}"):
+        arguments(target, draft, **flags)
 
 
 QUANTISED = {

@@ -1,0 +1,63 @@
+"""LoRA adapters on the target, and their hooks. The draft does not know them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CHUNK = 16  # tokens of a segment in csgmv, at least
+
+
+def has_adapters(server_args: Any) -> bool:
+    """Whether a server with these arguments loads adapters, now or later.
+
+    SGLang lets --lora-paths alone turn --enable-lora on, but only after all other arguments.
+    """
+    enabled: bool | None = server_args.enable_lora
+    return bool(server_args.lora_paths) if enabled is None else enabled
+
+
+def check_adapters(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `ServerArgs.check_lora_server_args`, which refuses adapters with DFLASH."""
+    algorithm = server_args.speculative_algorithm
+    if algorithm == "DFLASH":
+        server_args.speculative_algorithm = None
+    try:
+        original(server_args)
+    finally:
+        server_args.speculative_algorithm = algorithm
+
+
+def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> None:
+    """AROUND `LoRAManager.prepare_lora_batch`: the lengths of a verify, where backends read them.
+
+    They take a verify for a prefill, and a prefill's lengths are None in its batch.
+    """
+    if batch.forward_mode.is_target_verify() and batch.spec_algorithm.is_dflash():
+        requests, width = batch.batch_size, batch.spec_info.draft_token_num
+        batch = copy.copy(batch)
+        batch.extend_num_tokens = requests * width
+        batch.extend_seq_lens_cpu = [width] * requests
+        lens = torch.full((requests,), width, dtype=torch.int32, device=batch.input_ids.device)
+        batch.extend_seq_lens = lens
+    original(manager, batch)
+
+
+def all_segments(_: None, backend: Any, *, forward_batch: Any, **__: Any) -> None:
+    """AFTER `ChunkedSgmvLoRABackend.prepare_lora_batch`: graphs run all segments that may occur.
+
+    A segment is up to CHUNK tokens or more of one adapter. SGLang captures graphs without adapters,
+    and the number of segments is captured with them. So further segments would not be computed.
+    Unused ones are empty here.
+    """
+    info = backend.batch_info
+    if not (info.use_cuda_graph and forward_batch.spec_algorithm.is_dflash()):
+        return
+    info.seg_indptr[info.num_segments + 1 :].fill_(len(forward_batch.input_ids))
+    info.weight_indices[info.num_segments :].zero_()
+    of_each = math.ceil(forward_batch.spec_info.draft_token_num / CHUNK)
+    info.bs = info.num_segments = forward_batch.batch_size * of_each

@@ -1,0 +1,147 @@
+"""LoRA adapters: SGLang's backends in graphs and without them, with several adapters in a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import adapters
+from sglang_dflash.options import VERIFY_WIDTH
+from test.checkpoints import write_adapter, write_draft
+from test.inprocess import InProcess
+from test.rehearsal.serving import Asked, N, engine, forced, small_draft
+from test.worker.conftest import facts, prompt
+
+FEW = N | {"max_new_tokens": 10}
+ASKED = [("wide", 20), (None, 20), ("narrow", 3), ("head", 33)]
+
+
+@pytest.fixture(scope="module")
+def flags(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, target = tmp_path_factory.mktemp("adapters"), small / "target"
+    write_adapter(folder / "wide", target, rank=16, vocabulary=("embed_tokens",))
+    write_adapter(folder / "narrow", target, rank=4, seed=1)
+    write_adapter(folder / "head", target, rank=8, seed=2, vocabulary=("lm_head",))
+    paths = [f"{name}={folder / name}" for name in ("wide", "narrow", "head")]
+    return {"lora_paths": paths, "max_loras_per_batch": 4}
+
+
+def add(run: InProcess, name: str | None, asked: Asked) -> Any:
+    known = run.scheduler.tp_worker.model_runner.lora_manager.lora_refs.values()
+    found = [ref.lora_id for ref in known if ref.lora_name == name]
+    return run.add(asked.ids, lora_id=found[0] if found else None, **asked.options)
+
+
+Asks = list[tuple[str | None, Asked]]  # adapter and request
+
+
+def answered(small: Path, flags: dict[str, Any], asks: Asks) -> Asks:
+    """Fill in the answer to each alone: without speculation, graphs and other adapters."""
+    plain = {"disable_cuda_graph": True, "disable_radix_cache": True, "lora_backend": "triton"}
+    with engine(small, "fa3", draft=False, **flags | plain) as run:
+        for name, one in asks:
+            req = add(run, name, one)
+            run.run(req)
+            one.answer = facts(req)
+    return asks
+
+
+@pytest.fixture(scope="module")
+def asked(small: Path, flags: dict[str, Any]) -> Asks:
+    asks = [(name, Asked(prompt(970 + length, length), FEW)) for name, length in ASKED]
+    found = answered(small, flags, asks)
+    assert found[0][1].answer["ids"] != found[1][1].answer["ids"]
+    return found
+
+
+def right(small: Path, asked: Asks, **flags: Any) -> bool:
+    """Serve the requests, which join one after another. Whether all answers are right."""
+    reqs = []
+    with engine(small, "fa3", **flags) as run:
+        drafts = forced(run)
+        for name, one in asked:
+            reqs.append(add(run, name, one))
+            drafts.truth[reqs[-1].rid] = one.answer["ids"]
+            run.step()
+        run.run(*reqs)
+    return all(
+        facts(req)["ids"] == one.answer["ids"] for req, (_, one) in zip(reqs, asked, strict=True)
+    )
+
+
+KINDS: list[dict[str, Any]] = [
+    {"lora_backend": "csgmv"},
+    {"lora_backend": "triton", "cuda_graph_bs": [2]},  # larger batches are eager
+]
+FURTHER: list[dict[str, Any]] = [
+    {"lora_backend": "triton", "width": "5"},
+    {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "width": "3", "cuda_graph_bs": [4]},
+    {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "disable_cuda_graph": True},
+    {"lora_backend": "triton", "disable_cuda_graph": True},
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)], ids=str
+)
+def test_equals_target(
+    small: Path,
+    flags: dict[str, Any],
+    asked: Asks,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: dict[str, Any],
+) -> None:
+    kind = dict(kind)
+    if "width" in kind:
+        monkeypatch.setenv(VERIFY_WIDTH, kind.pop("width"))
+    assert right(small, asked, **flags | kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [16, pytest.param(10_000, id="mutation")])
+def test_blocks_of_several_segments(
+    small: Path,
+    tmp_path: Path,
+    flags: dict[str, Any],
+    asked: Asks,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+) -> None:
+    """A block of 20 tokens takes two segments, which the mutation does not compute."""
+    monkeypatch.setattr(adapters, "CHUNK", chunk)
+    (tmp_path / "target").symlink_to(small / "target")
+    write_draft(tmp_path / "draft", *small_draft(block_size=20))
+    assert right(tmp_path, asked, **flags, lora_backend="csgmv") == (chunk == 16)
+
+
+def test_segments_of_a_capture_are_too_few(
+    small: Path,
+    flags: dict[str, Any],
+    asked: Asks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mutation: graphs compute the segments that SGLang captures."""
+    monkeypatch.setattr(adapters, "all_segments", lambda *_, **__: None)
+    assert not right(small, asked, **flags, lora_backend="csgmv")
+
+
+@pytest.mark.full
+def test_unused_segments_are_empty(
+    small: Path, flags: dict[str, Any], asked: Asks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller batch has fewer segments. Those of the batch before it do not stay."""
+    all_segments, seen = adapters.all_segments, []
+
+    def checked(result: None, backend: Any, **given: Any) -> None:
+        used = backend.batch_info.num_segments
+        all_segments(result, backend, **given)
+        if backend.batch_info.use_cuda_graph:
+            bounds = backend.batch_info.seg_indptr.tolist()
+            seen.append(set(bounds[used:]) == {len(given["forward_batch"].input_ids)})
+
+    monkeypatch.setattr(adapters, "all_segments", checked)
+    assert right(small, asked, **flags, lora_backend="csgmv")
+    assert seen
+    assert all(seen)
