@@ -188,7 +188,8 @@ def test_widths_on_offer(
     if asked is not None:
         monkeypatch.setenv(VARIABLE, asked)
     for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
-        args = Namespace(device=device, speculative_num_draft_tokens=8)
+        adapters = {"enable_lora": None, "lora_paths": None}
+        args = Namespace(device=device, speculative_num_draft_tokens=8, **adapters)
         assert Options.read(args).verify_widths == expected
 
 

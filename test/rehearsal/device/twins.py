@@ -27,7 +27,7 @@ def kernel(name: str, twin: Callable[..., None]) -> Callable[..., None]:
     def launch(*args: Any, **kwargs: Any) -> None:
         for tensor in memory.tensors_in([*args, *kwargs.values()]):
             if not memory.on_device(tensor) and tensor.numel():
-                raise memory.DeviceError(f"{name} is given a host tensor ({memory.caller()})")
+                raise memory.DeviceError(f"{name} is given the host tensor ({memory.caller()})")
 
         def run() -> None:
             with memory.inside():
