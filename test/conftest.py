@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # SGLang's modules read this when they are imported. The rehearsal simulates a GPU.
 if not torch.cuda.is_available() and "DFLASH_REHEARSAL" not in os.environ:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+# On a CPU the first target of a process decides, and hybrid targets are compared in fp32.
+os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
 os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # tests count accepted drafts, unless they set it
 
 
