@@ -7,24 +7,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
-from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
-from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
-from sglang.srt.environ import envs
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
+from torch import nn
 
+from sglang_dflash import target_kv
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
+from sglang_dflash.hybrid_targets import check_state_dtypes, keeps_gdn_states
 from sglang_dflash.platforms import platform_of, verify_backend
-
-GDN_CONFIGS = (Qwen3NextConfig, Qwen3_5Config)  # and the classes derived from them
-WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."
 
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
@@ -152,9 +146,9 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     model_config = server_args.get_model_config()
     _check_fit(server_args, model_config, draft)
     _check_heads(server_args, draft)
-    _check_kv(server_args, model_config)
+    target_kv.check_kv(server_args, model_config)
     _check_platform(server_args, model_config)
-    _check_state_dtypes(server_args, model_config)
+    check_state_dtypes(server_args, model_config)
     cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
@@ -197,99 +191,6 @@ def _check_heads(server_args: ServerArgs, draft: DFlashConfig) -> None:
             )
 
 
-def _check_kv(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Check the dtype of the target's KV, which a flag or the checkpoint asks for."""
-    target, asked = f"The target {server_args.model_path}", server_args.kv_cache_dtype
-    if server_args.quantization_param_path and not platform_of(server_args).scale_files:
-        raise Refusal(
-            "The scales of --quantization-param-path do not work: SGLang divides K and V by them, "
-            "but its attention backends cannot multiply by them.",
-            "Use a checkpoint that holds the scales, or leave the flag out.",
-        )
-    if asked == "auto" and _has_fp8_kv(model_config):
-        asked = "fp8_e4m3"
-    if asked.startswith("fp8"):
-        _check_fp8_kv(server_args, model_config, asked)
-    elif asked != "auto" and model_config.dtype == torch.float16:
-        raise Refusal(
-            f"{target} computes in float16, so its KV cannot be {asked}.",
-            "Leave --kv-cache-dtype out, or give --dtype bfloat16.",
-        )
-
-
-def _check_fp8_kv(server_args: ServerArgs, model_config: ModelConfig, asked: str) -> None:
-    target, (prefill, decode) = f"The target {server_args.model_path}", _backends(server_args)
-    if model_config.attention_arch == AttentionArch.MLA:
-        raise Refusal(
-            f"{target} uses latent attention (MLA), whose KV is not served in FP8.",
-            "Give --kv-cache-dtype bfloat16.",
-        )
-    if asked == "fp8_e5m2" and "fa3" in (prefill, decode):
-        raise Refusal(
-            "The attention backend fa3 does not read KV in fp8_e5m2.",
-            "Give --kv-cache-dtype fp8_e4m3, or --attention-backend flashinfer.",
-        )
-    if model_config.dtype == torch.float16 and "fa3" in (prefill, decode):
-        raise Refusal(
-            f"{target} computes in float16, but fa3 returns bfloat16 if KV is in FP8.",
-            "Give --dtype bfloat16, or --attention-backend flashinfer.",
-        )
-    verify = verify_backend(server_args)
-    if "triton" in (verify, decode):
-        raise Refusal(
-            "The attention backend triton cannot verify a block if KV is in FP8: its kernel for "
-            "one token rounds queries and softmax to FP8, and its kernel for a block does not.",
-            f"Give --attention-backend {'flashinfer' if asked == 'fp8_e5m2' else 'fa3'}, or "
-            "--kv-cache-dtype bfloat16.",
-        )
-    if verify != decode:
-        raise Refusal(
-            f"Each attention backend rounds in its own way if KV is in FP8, so {verify} cannot "
-            f"verify for {decode}.",
-            "Give --speculative-attention-mode decode.",
-        )
-
-
-def _backends(server_args: ServerArgs) -> tuple[str, str]:
-    """The target's attention backends for prefill and decode."""
-    prefill, decode = server_args.get_attention_backends()
-    return str(prefill), str(decode)
-
-
-def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
-    """Raise `Refusal` if the KV of the loaded target cannot be served. runner: its ModelRunner.
-
-    SGLang reads from the loaded model that KV is in FP8, and sets --kv-cache-dtype. Before, only
-    checkpoints on this machine can be checked.
-    """
-    _check_kv(server_args, runner.model_config)
-    if not _has_scales(runner.model):
-        return
-    target, backends = f"The target {server_args.model_path}", _backends(server_args)
-    if runner.kv_cache_dtype == runner.dtype and {"flashinfer", "triton"} & set(backends):
-        raise Refusal(
-            f"{target} has scales for KV in FP8, and SGLang's backends flashinfer and triton also "
-            f"multiply KV in {runner.kv_cache_dtype} by them.",
-            "Leave --kv-cache-dtype out, or give --attention-backend fa3.",
-        )
-    if "flashinfer" in backends and not envs.SGLANG_FLASHINFER_USE_PAGED.get():
-        raise Refusal(
-            f"{target} has scales of its KV, and SGLang's flashinfer backend leaves them out when "
-            "it prefills behind a cached prefix.",
-            "Set SGLANG_FLASHINFER_USE_PAGED=1, or give --attention-backend fa3.",
-        )
-
-
-def _has_scales(model: torch.nn.Module) -> bool:
-    """Whether K or V of a layer is divided by a scale other than 1 before it is stored."""
-    for layer in model.modules():
-        if isinstance(layer, RadixAttention):
-            scales = layer.k_scale_float, layer.v_scale_float
-            if any(scale not in (None, 1.0) for scale in scales):
-                return True
-    return False
-
-
 def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
     platform, target = platform_of(server_args), f"The target {server_args.model_path}"
     if verify_backend(server_args) == "flashinfer" and _has_windows(model_config):
@@ -323,101 +224,6 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
         )
 
 
-def refuse_fp4_kv(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs._handle_kv4_compatibility`: refuse KV in FP4.
-
-    SGLang itself ends there in an assertion, whatever the algorithm.
-    """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
-        return
-    if server_args.kv_cache_dtype == "fp4_e2m1":
-        raise Refusal(
-            "DFLASH does not work with --kv-cache-dtype fp4_e2m1: not implemented.",
-            "Give fp8_e4m3 or bfloat16.",
-        )
-
-
-def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse dtypes with which a verify would round states otherwise than decoding does."""
-    if not keeps_gdn_states(model_config):
-        return
-    target, dtype = f"The target {server_args.model_path}", model_config.dtype
-    able = platform_of(server_args).gdn_dtypes
-    if dtype not in able:
-        raise Refusal(
-            f"{target} is to compute in {dtype}, which SGLang's linear attention does not do on a "
-            f"{server_args.device.upper()}.",
-            f"Give --dtype {_name(able[0])}.",
-        )
-    kept = mamba2_state_dtype(model_config.hf_config)
-    if kept.conv != dtype:
-        raise Refusal(
-            f"{target} computes in {dtype}, but SGLang keeps its convolution states in "
-            f"{kept.conv}, and a verify does not round them as decoding does.",
-            f"Set SGLANG_MAMBA_CONV_DTYPE={_name(dtype)}.",
-        )
-    if (server_args.mamba_ssm_dtype or _name(kept.temporal)) != "float32":
-        raise Refusal(
-            f"{target} keeps its recurrent states in "
-            f"{server_args.mamba_ssm_dtype or kept.temporal}. One-token decoding rounds them after "
-            "each token, and a verify after each block.",
-            "Give --mamba-ssm-dtype float32.",
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_states(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse other recurrent states.
-
-    SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
-    the only linear attention for which SGLang stores the state behind each position of a verify.
-    """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
-        return
-    model_config = server_args.get_model_config()
-    if keeps_gdn_states(model_config):
-        return
-    if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
-        raise Refusal(
-            f"The target {server_args.model_path} has a recurrent state (Mamba, short convolutions "
-            "or similar) that SGLang cannot restore after a partial acceptance.",
-            WITHOUT_DFLASH,
-        )
-
-
-def keeps_gdn_states(model_config: ModelConfig) -> bool:
-    """Whether the target is a hybrid of attention and gated delta networks."""
-    return isinstance(model_config.hf_config.get_text_config(), GDN_CONFIGS)
-
-
-def _keeps_state(config: Any) -> bool:
-    """Whether SGLang's config class counts layers that keep a recurrent state."""
-    kind = type(config)
-    if hasattr(kind, "mamba_layer_ids"):  # Granite's and Nemotron's may count none
-        return bool(config.mamba_layer_ids)
-    return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
-
-
-def _has_fp8_kv(model_config: ModelConfig) -> bool:
-    """Whether SGLang will keep KV in FP8 for a ModelOpt checkpoint on this machine."""
-    if not str(model_config.quantization).startswith("modelopt"):
-        return False
-    config = getattr(model_config.hf_config, "quantization_config", None)
-    file = Path(model_config.model_path) / "hf_quant_config.json"
-    if config is None and file.is_file():
-        config = read_json(file)
-    if not isinstance(config, dict):
-        return False
-    nested = config.get("quantization")
-    if isinstance(nested, dict):
-        return str(nested.get("kv_cache_quant_algo")).upper() == "FP8"
-    scheme = config.get("kv_cache_scheme")
-    return isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-
-
 def _has_windows(model_config: ModelConfig) -> bool:
     """Whether SGLang's class of the target reports a sliding window to its backend."""
     cls, _ = _target_class(model_config)
@@ -430,3 +236,26 @@ def _target_class(model_config: ModelConfig) -> tuple[type, str]:
 
     found: tuple[type, str] = ModelRegistry.resolve_model_cls(model_config.hf_config.architectures)
     return found
+
+
+def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
+    """Raise `Refusal` for adapters on parts where SGLang cannot run them behind a block.
+
+    target: the loaded model. Which parts have adapters is known when SGLang has read them.
+    """
+    from sglang.srt.lora.layers import FusedMoEWithLoRA, ParallelLMHeadWithLoRA
+
+    parts = {type(module) for module in target.modules()}
+    if FusedMoEWithLoRA in parts:
+        raise Refusal(
+            "LoRA adapters on experts are not served with DFLASH: SGLang's buffers for them have "
+            "one token per request.",
+            "Give --lora-target-modules without gate_up_proj and down_proj.",
+        )
+    if ParallelLMHeadWithLoRA in parts and not platform_of(server_args).adapted_heads:
+        raise Refusal(
+            "LoRA adapters on lm_head are not served with DFLASH on a "
+            f"{server_args.device.upper()}: SGLang's torch_native backend gives requests of one "
+            "prefill each other's adapters.",
+            "Give --lora-target-modules without lm_head.",
+        )

@@ -1,5 +1,7 @@
 """The error that a user can correct."""
 
+WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
+
 
 class Refusal(ValueError):
     """A checkpoint, a flag or a request that cannot be served exactly.

@@ -52,7 +52,7 @@ DFLASH_HOOKS = (
     Hook(
         "server_args.ServerArgs._handle_model_specific_adjustments",
         "BEFORE",
-        "compatibility:check_states",
+        "hybrid_targets:check_states",
         "SGLang's advice for recurrent-state targets is for another scheduler",
     ),
     Hook(
@@ -64,7 +64,7 @@ DFLASH_HOOKS = (
     Hook(
         "server_args.ServerArgs._handle_kv4_compatibility",
         "BEFORE",
-        "compatibility:refuse_fp4_kv",
+        "target_kv:refuse_fp4_kv",
         "SGLang's check of KV in FP4 ends in assertions about its backends",
     ),
     Hook(

@@ -1,4 +1,4 @@
-"""Stage export: weights and held-out prompts into the package."""
+"""Stage export: weights and held-out prompts into the package. Checkpoints are written here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import IN_ORDER, KINDS, PROMPTS, Example
@@ -34,6 +38,14 @@ def export(work: Path) -> None:
             if (work / folder.name / name).exists():
                 shutil.copyfile(work / folder.name / name, folder / name)
     write_prompts(PROMPTS)
+
+
+def write_checkpoint(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """Write config.json and the weights to the folder `out`, and return it."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def write_prompts(path: Path) -> None:

@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT
+from training.export import write_checkpoint
 
 HEADS = Path(__file__).with_name("trained")  # a file per family: its own tensors only
 RANK = 32  # of the Markov head, of the candidate selector, and of Domino's correction
@@ -58,17 +59,13 @@ def assemble(family: str, folder: Path, heads: Path | None = None) -> Path:
 
     heads: its tensors. None: those in `HEADS`.
     """
-    out = folder / family
-    out.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Tensor] = load_file(DRAFT / "model.safetensors")
     weights |= load_file(heads or HEADS / f"{family}.safetensors")
     architecture, fields = FAMILIES[family]
     config = json.loads((DRAFT / "config.json").read_text())
     method = config["dflash_config"] | fields
     config |= {"architectures": [architecture], "dflash_config": method}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    return write_checkpoint(folder / family, config, weights)
 
 
 def main() -> None:

@@ -8,16 +8,16 @@ target. `--work DIR` trains the GDN layers.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT, TARGET
+from training.export import write_checkpoint
 from training.mixers import train_mixers
 from training.shapes import HYBRID_CONFIG, is_linear
 
@@ -98,9 +98,7 @@ def write_target(out: Path, weights: Weights, config: dict[str, Any]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for name in COPIED:
         shutil.copyfile(TARGET / name, out / name)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    return write_checkpoint(out, config, weights)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
 
 def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`: call it on the chosen backend."""
-    if _serves_dflash():
+    if serves_dflash():
         chosen = backend._select_backend(forward_batch.forward_mode)
         chosen.init_forward_metadata_in_graph(forward_batch)
 
@@ -69,7 +69,7 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     not causal. They see the whole block, so their windows are opened.
     """
     left, _ = given.get("window_size", (-1, -1))
-    if left >= 0 and not given.get("causal", False) and _serves_dflash():
+    if left >= 0 and not given.get("causal", False) and serves_dflash():
         given["window_size"] = left, -1
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
     if schedules is None or "qv" in given or left >= 0:
@@ -104,8 +104,8 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
 
 def _serves_blocks(backend: Any) -> bool:
     """Whether a backend verifies chains of DFLASH over one KV pool."""
-    return _serves_dflash() and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
+    return serves_dflash() and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
 
 
-def _serves_dflash() -> bool:
+def serves_dflash() -> bool:
     return bool(get_global_server_args().speculative_algorithm == "DFLASH")

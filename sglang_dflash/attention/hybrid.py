@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.server_args import get_global_server_args
+
+from sglang_dflash.attention.fa3 import serves_dflash
 
 
 def begin_in_full_attention(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridLinearAttnBackend.init_forward_metadata_in_graph`: call it on the attention."""
-    if _serves_dflash():
+    if serves_dflash():
         backend.full_attn_backend.init_forward_metadata_in_graph(forward_batch)
 
 
@@ -29,12 +30,8 @@ def count_padding(
     request whose prompt has one token also has length 1. Then the last request would lose its
     state.
     """
-    if seq_lens_cpu is not None and forward_mode.is_target_verify() and _serves_dflash():
+    if seq_lens_cpu is not None and forward_mode.is_target_verify() and serves_dflash():
         filler = backend.get_cuda_graph_seq_len_fill_value()
         seq_lens_cpu = torch.full((bs,), filler)
         seq_lens_cpu[: len(block.slots)] = filler + 1
     return original(backend, bs, rows, forward_mode, block, seq_lens_cpu)
-
-
-def _serves_dflash() -> bool:
-    return bool(get_global_server_args().speculative_algorithm == "DFLASH")

@@ -31,13 +31,15 @@ logger = logging.getLogger(__name__)
 
 # What a prefill does to recurrent states. Its batch keeps these fields and becomes the running
 # batch, and SGLang's linear attention would do all of it again in a verify.
-OF_A_PREFILL = (
-    "mamba_clear_indices",
-    "mamba_cow_src_indices",
-    "mamba_cow_dst_indices",
-    "mamba_track_indices",
-    "mamba_track_mask",
-    "mamba_track_seqlens",
+OF_A_PREFILL = dict.fromkeys(
+    (
+        "mamba_clear_indices",
+        "mamba_cow_src_indices",
+        "mamba_cow_dst_indices",
+        "mamba_track_indices",
+        "mamba_track_mask",
+        "mamba_track_seqlens",
+    )
 )
 
 
@@ -129,8 +131,7 @@ class Verifier:
         view.spec_info = block
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang does not remove those of a prompt
-        for name in OF_A_PREFILL:
-            setattr(view, name, None)
+        vars(view).update(OF_A_PREFILL)
         return self._target.forward_batch_generation(view, is_verify=True)
 
     def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:

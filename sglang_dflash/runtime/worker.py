@@ -6,17 +6,15 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.lora.layers import FusedMoEWithLoRA, ParallelLMHeadWithLoRA
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
-from sglang_dflash.compatibility import check_loaded_kv
+from sglang_dflash.compatibility import check_loaded_adapters
 from sglang_dflash.core.reservation import longest
 from sglang_dflash.draft_worker import make_draft_worker
-from sglang_dflash.errors import Refusal
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.options import Options
@@ -35,6 +33,7 @@ from sglang_dflash.runtime.step_times import StepTimer
 from sglang_dflash.runtime.verify import Verified, Verifier
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 from sglang_dflash.runtime.verify_width import AdaptiveWidth, FixedWidth, VerifyWidth
+from sglang_dflash.target_kv import check_loaded_kv
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class DFlashWorker:
         self.device = target_worker.device
         self.update_weights_from_tensor = target_worker.update_weights_from_tensor
         check_loaded_kv(server_args, target_worker.model_runner)
-        _refuse_adapted_parts(target_worker)
+        check_loaded_adapters(server_args, target_worker.model_runner.model)
         self._options = Options.read(server_args)
         self._make_draft(place)
         self._make_step()
@@ -203,27 +202,6 @@ class DFlashWorker:
             f"block_size={args.speculative_num_draft_tokens} "
             f"layers={draft.num_layers} target_layer_ids={list(draft.target_layer_ids)} "
             f"attention(target={target}, draft={own}) tp={args.tp_size}"
-        )
-
-
-def _refuse_adapted_parts(target: TpModelWorker) -> None:
-    """Refuse adapters on parts of the target where SGLang cannot run them behind a block.
-
-    Which parts have adapters is known when SGLang has read them.
-    """
-    runner = target.model_runner
-    parts = {type(module) for module in runner.model.modules()}
-    if FusedMoEWithLoRA in parts:
-        raise Refusal(
-            "LoRA adapters on experts are not served with DFLASH: SGLang's buffers for them have "
-            "one token per request.",
-            "Give --lora-target-modules without gate_up_proj and down_proj.",
-        )
-    if ParallelLMHeadWithLoRA in parts and not platform_of(target.server_args).adapted_heads:
-        raise Refusal(
-            f"LoRA adapters on lm_head are not served with DFLASH on a {runner.device.upper()}: "
-            "SGLang's torch_native backend gives requests of one prefill each other's adapters.",
-            "Give --lora-target-modules without lm_head.",
         )
 
 

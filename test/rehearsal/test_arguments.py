@@ -395,17 +395,17 @@ def test_a_wrong_argument_is_seen(
         check_arguments(*asked, **mutation.given)
 
 
-FP8_CHECK = "compatibility:_check_fp8_kv"
+FP8_CHECK = "target_kv:_check_fp8_kv"
 MISSING_REFUSALS = [  # the refusal's number in REFUSED_KV, and the mutation
-    (0, "compatibility:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
+    (0, "target_kv:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
     (1, FP8_CHECK, 'asked == "fp8_e5m2"', "False"),
-    (2, "compatibility:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+    (2, "target_kv:_has_fp8_kv", '== "FP8"', '== "fp8"'),
     (2, FP8_CHECK, "verify != decode", "False"),
     (3, FP8_CHECK, '"triton" in (verify, decode)', "False"),
     (4, FP8_CHECK, "== AttentionArch.MLA", "is None"),
     (5, FP8_CHECK, 'torch.float16 and "fa3"', 'torch.float64 and "fa3"'),
-    (6, "compatibility:_check_kv", "== torch.float16", "is None"),
-    (7, "compatibility:_check_kv", "not platform_of(server_args).scale_files", "False"),
+    (6, "target_kv:check_kv", "== torch.float16", "is None"),
+    (7, "target_kv:check_kv", "not platform_of(server_args).scale_files", "False"),
 ]
 
 

@@ -114,6 +114,6 @@ def test_scales_that_a_backend_gets_wrong(scaled: Path) -> None:
 
 def test_scales_that_are_not_seen(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the loaded target is not asked for them."""
-    mutate(monkeypatch, "compatibility:_has_scales", "isinstance(layer, RadixAttention)", "False")
+    mutate(monkeypatch, "target_kv:_has_scales", "isinstance(layer, RadixAttention)", "False")
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_refused(scaled, PREFILLS, "flashinfer")

@@ -14,7 +14,7 @@ import transformers
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import compatibility
+from sglang_dflash import compatibility, target_kv
 from sglang_dflash.attention.fa3 import scheduled
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, Options
@@ -59,12 +59,12 @@ def model_config(target: str) -> ModelConfig:
 def test_kv_in_fp8_by_checkpoint(target: str, draft: str, tmp_path: Path, place: str) -> None:
     """SGLang reads from a ModelOpt checkpoint that KV is in FP8, unless no weight is quantised."""
     quantised = modelopt(target, tmp_path / "fp8", place, quant_algo="FP8")
-    assert compatibility._has_fp8_kv(model_config(quantised))
+    assert target_kv._has_fp8_kv(model_config(quantised))
     with pytest.raises(Refusal, match=r"quantised \(modelopt_fp8\)"):  # this machine is a CPU
         arguments(quantised, draft)
     if place == "hf_quant_config.json":
         kept = modelopt(target, tmp_path / "kept", place, quant_algo=None)
-        assert not compatibility._has_fp8_kv(model_config(kept))
+        assert not target_kv._has_fp8_kv(model_config(kept))
         assert arguments(kept, draft).kv_cache_dtype == "auto"
 
 

@@ -167,7 +167,7 @@ def test_equal_prompts_share_a_state(pair: Pair) -> None:
         assert [req.cached_tokens for req in reqs] == [20] * 3
 
 
-def skip(*_: object) -> None:
+def do_nothing(*_: object) -> None:
     """What a mutation does instead."""
 
 
@@ -176,7 +176,7 @@ def test_states_that_are_not_kept_are_seen(
     pair: Pair, turns: Turns, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Mutations: the states behind the whole block, or behind all accepted drafts, stay."""
-    monkeypatch.setattr(RecurrentStates, method, skip)
+    monkeypatch.setattr(RecurrentStates, method, do_nothing)
     assert not second_turns(pair, turns)
 
 
@@ -184,7 +184,7 @@ def test_work_of_a_prefill_that_is_repeated_is_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation: a verify gets what its batch had to do as a prefill."""
-    monkeypatch.setattr("sglang_dflash.runtime.verify.OF_A_PREFILL", ())
+    monkeypatch.setattr("sglang_dflash.runtime.verify.OF_A_PREFILL", {})
     with pair.serve(disable_radix_cache=True) as engine:
         assert served(engine, pair) != pair.answers
 
