@@ -22,7 +22,7 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	  --speculative-algorithm DFLASH --speculative-draft-model-path $(PAIR)/draft \
 	  --host 127.0.0.1 --port $(PORT) --sleep-on-idle
 
-test: $(READY)  ## the CI set, about 13 minutes on 2 cores
+test: $(READY)  ## the CI set, about 11 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
 	  --no-loadscope-reorder --durations 15
 

@@ -97,7 +97,7 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
 
 MUTATIONS: list[Change] = [
     ("attention.hybrid:count_padding", "len(block.slots)", "0"),
-    ("attention.hybrid:begin_in_full_attention", "_serves_dflash()", "False"),
+    ("attention.hybrid:begin_in_full_attention", "serves_dflash()", "False"),
     ("runtime.recurrent_states:RecurrentStates.keep", "rows, num_accepted)", "rows, 0 * rows)"),
 ]
 
