@@ -211,11 +211,6 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
             "Leave --enable-lora and --lora-paths out.",
         )
     device = server_args.device.upper()
-    if not platform.latent_attention and model_config.attention_arch == AttentionArch.MLA:
-        raise Refusal(
-            f"{target} uses latent attention (MLA), which is not served on a {device}.",
-            "Use a GPU.",
-        )
     if not platform.quantised_weights and model_config.quantization is not None:
         raise Refusal(
             f"{target} is quantised ({model_config.quantization}), which is not served on a "

@@ -18,7 +18,6 @@ class Platform:
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
     unequal_widths: bool  # attention serves any verify width, and a different one per request
-    latent_attention: bool  # MLA targets
     quantised_weights: bool
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
     scale_files: bool  # attention applies scales of --quantization-param-path
@@ -34,7 +33,6 @@ PLATFORMS = {
         verify_width="full",
         draft_ahead="on",
         unequal_widths=False,
-        latent_attention=True,
         quantised_weights=True,
         gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
         scale_files=False,
@@ -47,7 +45,6 @@ PLATFORMS = {
         verify_width="auto",
         draft_ahead="off",  # a CPU has nothing to overlap
         unequal_widths=True,
-        latent_attention=False,
         quantised_weights=False,
         gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         scale_files=True,

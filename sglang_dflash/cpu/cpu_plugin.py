@@ -14,6 +14,18 @@ CPU_HOOKS = (
         "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
     ),
     Hook(
+        "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        "AROUND",
+        "cpu.torch_attention:latent_handler",
+        "SGLang computes a prefill from K and V of each head, which the pool does not have",
+    ),
+    Hook(
+        "layers.rotary_embedding.factory.get_rope_cpu",
+        "AROUND",
+        "cpu.stand_ins:plain_rope",
+        "SGLang makes no plain RoPE for latent attention on a CPU",
+    ),
+    Hook(
         "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         "REPLACE",
         "cpu.stand_ins:no_kv_copy_kernel",
@@ -63,6 +75,12 @@ CPU_HOOKS = (
         "SGLang's default backend needs AMX and cannot verify",
     ),
     Hook(
+        "server_args.ServerArgs._handle_deterministic_inference",
+        "AROUND",
+        "cpu.stand_ins:seeded_draws",
+        "SGLang's lists of backends whose draws may be seeded lack torch_native",
+    ),
+    Hook(
         "layers.utils.hash.murmur_hash32",
         "REPLACE",
         "cpu.stand_ins:murmur_hash32",
@@ -108,8 +126,4 @@ def dflash_cpu() -> None:
 
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
     common.is_cpu.cache_clear()
-    from sglang.srt import server_args
-
-    server_args.add_deterministic_attention_backend_choices(["torch_native"])
-    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     register(CPU_HOOKS)

@@ -43,6 +43,9 @@ SAME = ("contiguous", "float", "to")  # return their argument itself if there is
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 SETTLED = (*PLAIN, type(None), type(...), nn.Module, Tensor)
 
+# Weights that are no parameters: the halves of `kv_b_proj` of latent attention.
+UNREGISTERED = ("w_kc", "w_vc")
+
 Graph: TypeAlias = Callable[..., dict[str, Tensor | None]]
 
 
@@ -186,6 +189,12 @@ class CpuGraphs:
         self._works = not (hooked or planned or self._runner.msprobe_debugger)
         self._graphs: dict[Any, Graph] = {}
         self._weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        self._weights += [
+            value
+            for module in modules
+            for name in UNREGISTERED
+            if isinstance(value := getattr(module, name, None), Tensor)
+        ]
 
     def can_run(self, batch: ForwardBatch) -> bool:
         if not self._works or not batch.forward_mode.is_target_verify():

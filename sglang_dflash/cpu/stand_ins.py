@@ -22,6 +22,24 @@ def no_kv_copy_kernel(pool: Any) -> None:
     pool._kv_copy_config = None
 
 
+def plain_rope(
+    original: Any,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    *args: Any,
+) -> Any:
+    """AROUND `get_rope_cpu`, which knows only DeepSeek's YaRN: plain RoPE as everywhere else."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    make = get_rope if rope_scaling is None else original
+    shape = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
+    return make(*shape, *(args[:2] if rope_scaling is None else args))
+
+
 def states_on_cpu(
     original: Any, pool: Any, *, speculative_num_draft_tokens: int | None = None, **given: Any
 ) -> None:
@@ -172,6 +190,20 @@ def default_backend(server_args: Any) -> None:
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
 
 
+def seeded_draws(original: Any, server_args: Any) -> None:
+    """AROUND `ServerArgs._handle_deterministic_inference`: torch_native passes for triton there.
+
+    SGLang has one list for DeepSeek's classes and another for all others, and one of them cannot be
+    added to. torch_native computes each request by itself, so its results depend on no other.
+    """
+    torch_native = server_args.attention_backend == "torch_native"
+    if torch_native:
+        server_args.attention_backend = "triton"
+    original(server_args)
+    if torch_native:
+        server_args.attention_backend = "torch_native"
+
+
 def keep_aten() -> None:
     """REPLACE `enable_batch_invariant_mode`, which registers Triton kernels."""
 
@@ -205,10 +237,15 @@ def default_limits(_: None, server_args: Any) -> None:
 
 def _bytes_bound(server_args: Any) -> int:
     """The number of tokens whose KV, of target and draft, fits into KV_BYTES."""
+    from sglang.srt.configs.model_config import AttentionArch
+
     config = server_args.get_model_config()
-    values = config.num_hidden_layers * config.get_total_num_kv_heads()
+    if config.attention_arch == AttentionArch.MLA:  # every rank keeps the whole latent vector
+        values = server_args.tp_size * (config.kv_lora_rank + config.qk_rope_head_dim)
+    else:
+        values = config.get_total_num_kv_heads() * (config.head_dim + config.v_head_dim)
     itemsize = KV_ITEMSIZE.get(server_args.kv_cache_dtype, config.dtype.itemsize)
-    per_token = values * (config.head_dim + config.v_head_dim) * itemsize
+    per_token = config.num_hidden_layers * values * itemsize
     if server_args.speculative_algorithm == "DFLASH":
         from sglang_dflash.server_args import draft_config
 

@@ -14,7 +14,11 @@ import torch
 from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.overrides import wrap_torch_function
@@ -95,6 +99,17 @@ def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwarg
     return hybrid_attention(runner, TorchAttention(runner))
 
 
+def latent_handler(original: Any, registry: Any, name: str) -> Any:
+    """AROUND `AttentionBackendRegistry.get_handler`, for targets with latent attention (MLA).
+
+    SGLang has no handler of `torch_native` and takes that of Triton. It computes some prefills from
+    the K and V of each head, but `TorchAttention` reads the pool, which holds latent vectors.
+    """
+    if name != "torch_native":
+        return original(registry, name)
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
+
+
 def queries_of(forward_batch: ForwardBatch) -> list[int]:
     """The number of tokens of each request in a forward."""
     requests = forward_batch.batch_size
@@ -108,6 +123,10 @@ def queries_of(forward_batch: ForwardBatch) -> list[int]:
 
 class TorchAttention(TorchNativeAttnBackend):
     """Keeps the name `torch_native`, because SGLang picks torch helper functions by it."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._latent = isinstance(self.token_to_kv_pool, MLATokenToKVPool)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -138,7 +157,8 @@ class TorchAttention(TorchNativeAttnBackend):
             return output
         if save_kv_cache and k is not None:
             where = {"swa_loc": self.swa_out_cache_loc} if self.use_sliding_window_kv_pool else {}
-            to, scales = forward_batch.out_cache_loc, (layer.k_scale, layer.v_scale)
+            scales = () if self._latent else (layer.k_scale, layer.v_scale)
+            to = forward_batch.out_cache_loc
             self.token_to_kv_pool.set_kv_buffer(layer, to, k, v, *scales, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
         query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)

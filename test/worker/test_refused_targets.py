@@ -86,12 +86,18 @@ def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [({}, "not served on a CPU"), ({"enable_lora": True}, "LoRA")]
+    ("flags", "words"),
+    [
+        ({"enable_lora": True}, "LoRA.*Leave --enable-lora"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "FP8.*Give --kv-cache-dtype bfloat16"),
+    ],
+    ids=str,
 )
 def test_latent_attention(draft: str, tmp_path: Path, flags: dict[str, Any], words: str) -> None:
     sizes = SIZES | LATENT | {"num_key_value_heads": 4, "head_dim": 48}
     target = save(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
-    with pytest.raises(Refusal, match=rf"MLA.*{words}"):
+    arguments(target, draft)
+    with pytest.raises(Refusal, match=rf"(?s)MLA.*{words}"):
         arguments(target, draft, **flags)
 
 

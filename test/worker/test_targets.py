@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from sglang_dflash.options import VERIFY_WIDTH
 from test.checkpoints import (
@@ -69,6 +70,34 @@ TARGETS: dict[str, dict[str, Any]] = {  # SGLang's class -> config fields beyond
     | {"sliding_window": 16, "rope_parameters": GEMMA_ROPE, "initializer_range": 0.02},
     "Glm4MoeForCausalLM": HEADS | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
 }
+LATENT = {  # MLA: K and V of all heads are made from one latent vector per token
+    "num_key_value_heads": 4,
+    "head_dim": 16,  # of the part with RoPE, as Transformers names it
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+}
+SHARED = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+TARGETS |= {
+    "DeepseekV3ForCausalLM": LATENT
+    | SHARED
+    | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},
+    # Transformers leaves YaRN's factor out of V2's softmax, and the vector of queries is optional.
+    "DeepseekV2ForCausalLM": LATENT | SHARED | {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "Glm4MoeLiteForCausalLM": LATENT | SHARED,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 GDN = HEADS | {  # every second layer keeps a recurrent state
     "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
@@ -90,6 +119,13 @@ HYBRIDS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+INTERVAL = {"full_attention_interval": 2}  # SGLang reads it instead of `layer_types`
+ROUTED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+UNSAVED: dict[str, dict[str, Any]] = {  # fields that SGLang reads and Transformers does not save
+    **dict.fromkeys(HYBRIDS, INTERVAL),
+    "DeepseekV3ForCausalLM": ROUTED,
+    "DeepseekV2ForCausalLM": ROUTED | {"topk_method": "greedy", "scoring_func": "softmax"},
+}
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part matters; only text is compared
     "Qwen2_5_VLForConditionalGeneration": {
@@ -109,11 +145,23 @@ for experts, kind in ((MANY_EXPERTS, "Moe"), ({}, "")):
         "text_config": SIZES | GDN | HALF | experts | {"rope_parameters": INTERLEAVED},
         "vision_config": VISION,
     }
+KIMI = "KimiK25ForConditionalGeneration"  # DeepSeek V3 behind a vision tower; not in Transformers
+KIMI_VISION = {
+    "patch_size": 4,
+    "hidden_size": 32,
+    "vt_hidden_size": 32,
+    "mm_hidden_size": 32,
+    "text_hidden_size": HIDDEN,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+}
 ALWAYS = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
+    "DeepseekV3ForCausalLM",
     *HYBRIDS[:2],
 )
 
@@ -128,6 +176,8 @@ def config_of(architecture: str) -> Any:
 
 def write(folder: Path, architecture: str) -> Any:
     """Write a small random target of this class, and return Transformers' model of it."""
+    if architecture == KIMI:
+        return write_kimi(folder)
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config_of(architecture)).float().eval()
     for name, parameter in model.named_parameters():
@@ -137,19 +187,33 @@ def write(folder: Path, architecture: str) -> Any:
             parameter.data = torch.rand_like(parameter) * 2 - 2
     model.save_pretrained(folder)
     write_tokenizer(folder, VOCAB)
-    if architecture in HYBRIDS:
-        name_the_interval(folder)
+    if architecture in UNSAVED:
+        name_unsaved(folder, UNSAVED[architecture])
     if architecture in MULTIMODAL:
         write_processor(folder, architecture.removesuffix("ForConditionalGeneration"))
     return model
 
 
-def name_the_interval(folder: Path) -> None:
-    """Write what SGLang reads instead of `layer_types`. Transformers does not save it."""
+def name_unsaved(folder: Path, fields: dict[str, Any]) -> None:
+    """Write fields of the text part into config.json."""
     config = json.loads((folder / "config.json").read_text())
-    config.get("text_config", config)["full_attention_interval"] = 2
+    config.get("text_config", config).update(fields)
     config.setdefault("rope_theta", 10_000.0)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_kimi(folder: Path) -> Any:
+    """Write a Kimi K2.5 without weights of its vision, and return the model of its text part."""
+    model = write(folder, "DeepseekV3ForCausalLM")
+    file = folder / "config.json"
+    text = json.loads(file.read_text())
+    whole = {"architectures": [KIMI], "model_type": "kimi_k25", "dtype": "float32"}
+    whole |= {"media_placeholder_token_id": VOCAB - 9}
+    file.write_text(json.dumps(whole | {"text_config": text, "vision_config": KIMI_VISION}))
+    weights = load_file(folder / "model.safetensors")
+    named = {f"language_model.{name}": weight for name, weight in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def write_processor(folder: Path, family: str) -> None:
@@ -168,7 +232,7 @@ def write_processor(folder: Path, family: str) -> None:
     "architecture",
     [
         a if a in ALWAYS else pytest.param(a, marks=pytest.mark.full)
-        for a in (*TARGETS, *MULTIMODAL)
+        for a in (*TARGETS, *MULTIMODAL, KIMI)
     ],
 )
 def test_target(tmp_path: Path, architecture: str) -> None:
@@ -258,4 +322,4 @@ def test_the_table_names_every_target_class() -> None:
 
 def test_the_table_is_held_to_the_tests() -> None:
     compared = {name for name, state in table().items() if state == "compared"}
-    assert compared == {*TARGETS, *MULTIMODAL}
+    assert compared == {*TARGETS, *MULTIMODAL, KIMI}
