@@ -20,6 +20,7 @@ from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.hybrid_targets import check_state_dtypes, keeps_gdn_states
 from sglang_dflash.platforms import platform_of, verify_backend
 
+TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
@@ -31,6 +32,21 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("speculative_token_map", (None,), "the draft has the target's vocabulary", "Leave it out."),
     ("speculative_adaptive", (False,), "it adapts EAGLE's steps", "Leave it out."),
     ("speculative_moe_a2a_backend", (None,), "the draft has no experts", "Leave it out."),
+    (
+        "enable_prefill_context_parallel",
+        (False,),
+        "each rank then has the hidden states of a part of the prompt",
+        "Use tensor parallelism instead.",
+    ),
+    ("attn_cp_size", (1,), "not implemented", "Use tensor parallelism instead."),
+    ("moe_a2a_backend", ("none",), TOGETHER, "Leave it out."),
+    ("moe_dense_tp_size", (None,), TOGETHER, "Leave it out."),
+    (
+        "enable_attn_tp_input_scattered",
+        (False,),
+        "each rank then has the hidden states of a part of the prompt",
+        "Leave it out.",
+    ),
     ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
     ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
     ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),

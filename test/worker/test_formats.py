@@ -6,7 +6,6 @@ to be read. 200 tokens, fp32, page sizes 1 and 16. The mutants of a case must be
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -25,6 +24,7 @@ from sglang_dflash.options import VERIFY_WIDTH
 from test.checkpoints import BLOCK, HIDDEN
 from test.formats import CASES, by_own_names, speculators, write
 from test.inprocess import InProcess
+from test.ranks import on_two_ranks
 from test.reference import Semantics, draft_block
 from test.worker.conftest import prompt
 from test.worker.test_draft import trace
@@ -83,9 +83,10 @@ Trace = tuple[list[tuple[list[int], list[int]]], list[list[float]]]  # steps, pr
 
 
 def drafts_of_rank(
-    rank: int, target: str, page: int, drafts: list[tuple[str, float, int]], results: Any
-) -> None:
-    """One of two processes that serve drafts (path, noise, port) together: what its rank drafts."""
+    rank: int, target: str, page: int, drafts: list[tuple[str, float, int]]
+) -> dict[str, Trace]:
+    """What a rank drafts that serves drafts (path, noise, port) together with another one."""
+    traces = {}
     for path, noise, port in drafts:
         flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "page_size": page}
         with InProcess(target, path, **flags) as engine:
@@ -96,16 +97,8 @@ def drafts_of_rank(
                 if rank == 1 and name.startswith(HEADS):
                     parameter.data += noise * torch.randn_like(parameter)
             probabilities = watched(engine.worker.drafter)
-            results.put((path, rank, (trace(engine, PROMPT, 60), probabilities)))
-
-
-def drafts_of_both_ranks(*given: Any) -> None:
-    """`drafts_of_rank` of rank 0 in this process. Its fork, rank 1, need not import SGLang anew."""
-    fork = multiprocessing.get_context("fork")
-    other = fork.Process(target=drafts_of_rank, args=(1, *given), daemon=True)
-    other.start()
-    drafts_of_rank(0, *given)
-    other.join()
+            traces[path] = trace(engine, PROMPT, 60), probabilities
+    return traces
 
 
 def watched(drafter: Any) -> list[list[float]]:
@@ -119,26 +112,6 @@ def watched(drafter: Any) -> list[list[float]]:
         return block
 
     drafter.propose = proposed
-    return found
-
-
-def traces_of_two_ranks(
-    target: str, page: int, paths: dict[str, float]
-) -> dict[tuple[str, int], Trace]:
-    """(path, rank) -> its trace. paths: with the noise of the second rank's heads."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    drafts = [(path, noise, free_port()) for path, noise in paths.items()]
-    process = context.Process(target=drafts_of_both_ranks, args=(target, page, drafts, results))
-    process.start()
-    found: dict[tuple[str, int], Trace] = {}
-    try:
-        for _ in range(2 * len(paths)):
-            path, rank, traced = results.get(timeout=500)
-            found[path, rank] = traced
-    finally:
-        process.join(timeout=20)
-        process.kill()  # the other rank ends with it
     return found
 
 
@@ -183,11 +156,11 @@ def test_two_ranks_draft_what_the_reference_drafts(
     for path, (case, _) in paths.items():
         config, weights, _ = CASES[case]()
         write(Path(path), config, weights)
-    noises = {path: noise for path, (_, noise) in paths.items()}
-    traces = traces_of_two_ranks(target, page, noises)
+    drafts = [(path, noise, free_port()) for path, (_, noise) in paths.items()]
+    traces, others = on_two_ranks(drafts_of_rank, target, page, drafts)
     for path, (case, noise) in paths.items():
-        assert traces[path, 0] == traces[path, 1]
-        steps, probabilities = traces[path, 0]
+        assert traces[path] == others[path]
+        steps, probabilities = traces[path]
         assert len(steps) > 10
         assert len(probabilities) >= len(steps)
         if not noise:

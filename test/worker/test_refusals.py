@@ -34,6 +34,11 @@ FLAGS: dict[str, Any] = {
     "speculative_draft_window_size": 4,
     "attention_backend": "triton",
     "enable_dp_attention": True,
+    "attn_cp_size": 2,
+    "moe_a2a_backend": "deepep",
+    "moe_dense_tp_size": 1,
+    "enable_attn_tp_input_scattered": True,
+    "enable_prefill_context_parallel": True,
     "pp_size": 2,
     "disaggregation_mode": "prefill",
     "kv_cache_dtype": "fp4_e2m1",
@@ -58,6 +63,8 @@ def test_flags(target: str, draft: str, flag: str) -> None:
     changes = {flag: FLAGS[flag]}
     if flag == "enable_dp_attention":
         changes |= {"tp_size": 2, "dp_size": 2}
+    if flag == "attn_cp_size":
+        changes |= {"tp_size": 2, "moe_dp_size": 2}
     with pytest.raises(Refusal) as caught:
         arguments(target, draft, **changes)
     message = str(caught.value)

@@ -207,7 +207,7 @@ def write_kimi(folder: Path) -> Any:
     model = write(folder, "DeepseekV3ForCausalLM")
     file = folder / "config.json"
     text = json.loads(file.read_text())
-    whole = {"architectures": [KIMI], "model_type": "kimi_k25", "dtype": "float32"}
+    whole: dict[str, Any] = {"architectures": [KIMI], "model_type": "kimi_k25", "dtype": "float32"}
     whole |= {"media_placeholder_token_id": VOCAB - 9}
     file.write_text(json.dumps(whole | {"text_config": text, "vision_config": KIMI_VISION}))
     weights = load_file(folder / "model.safetensors")
