@@ -21,6 +21,20 @@ from sglang_dflash.platforms import platform_of
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING_REQUESTS = 48  # default
+NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
+# Attention backends of SGLang that verify no blocks here, and why. Other devices have others.
+UNSERVED = {
+    "trtllm_mla": NOT_RUN,
+    "cutedsl_mla": NOT_RUN,
+    "trtllm_mha": NOT_RUN,
+    "tokenspeed_mla": "needs KV in FP8, which is not served for latent attention (MLA)",
+    "cutlass_mla": "computes one token per request, and its CUDA graphs have no room for a block",
+    "flashmla": "has a kernel for blocks that has not been compared with its kernel for one token",
+    "fa4": "computes K and V of each head of MLA, for which a verify lacks lengths, and its other "
+    "kernels have not been compared with this package",
+    "dsa": "serves DeepSeek's sparse attention (DSA) only",
+    "nsa": "serves DeepSeek's sparse attention (DSA) only",
+}
 
 
 @lru_cache(maxsize=8)
@@ -147,11 +161,11 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
 def _draft_backend(server_args: ServerArgs) -> str:
     """The attention backend of the draft: an explicit flag, else the target's."""
     able = platform_of(server_args).attention_backends
-    target = set(server_args.get_attention_backends())
-    if not target <= set(able):
+    if unable := sorted(set(server_args.get_attention_backends()) - set(able)):
+        reasons = "; ".join(f"{name} {UNSERVED[name]}" for name in unable if name in UNSERVED)
         raise Refusal(
             f"DFLASH verifies with the attention backends {', '.join(able)}, not "
-            f"{', '.join(sorted(target - set(able)))}.",
+            f"{', '.join(unable)}{': ' if reasons else ''}{reasons}.",
             f"Give --attention-backend {able[0]}.",
         )
     chosen = server_args.speculative_draft_attention_backend

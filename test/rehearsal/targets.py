@@ -66,6 +66,7 @@ def _quantised(method: str, dtype: str, **options: Any) -> Kind:
 KINDS = {
     "dense": Kind("Qwen3ForCausalLM"),
     "MLA": Kind("DeepseekV3ForCausalLM", LATENT | EXPERTS),
+    "GLM": Kind("Glm4MoeLiteForCausalLM", LATENT | EXPERTS),
     "MoE": Kind("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
     "sliding window": Kind("Gemma3ForCausalLM", WINDOWS | {"rope_parameters": GEMMA_ROPE}),
     "two KV pools": Kind("GptOssForCausalLM", WINDOWS | SINKS),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import server_args as sglang_args
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import draft_worker, platforms
@@ -53,6 +54,7 @@ USUAL: dict[str, Any] = {  # for every kind of target
 UNUSUAL: dict[str, dict[str, Any]] = {
     "dense": {},
     "MLA": {"MLA": True},
+    "GLM": {"MLA": True},
     "MoE": {},
     "sliding window": {},  # SGLang keeps Gemma 3 in one pool
     "two KV pools": {"two pools": True},
@@ -270,14 +272,78 @@ def test_a_way_out_of_two_backends(target: str, draft: str) -> None:
     check_arguments(target, draft, expected, **given)
 
 
+REFUSED_BACKENDS: dict[str, tuple[str, dict[str, str]]] = {  # words of the refusal, other flags
+    "flashmla": ("a kernel for blocks that has not been compared", {}),
+    "cutlass_mla": ("one token per request", {}),
+    "trtllm_mla": ("Blackwell", {}),
+    "cutedsl_mla": ("Blackwell", {"prefill_attention_backend": "triton"}),
+    "tokenspeed_mla": ("needs KV in FP8", {"kv_cache_dtype": "fp8_e4m3"}),
+    "fa4": ("K and V of each head", {}),
+    "dsa": ("sparse attention", {}),
+}
+
+
 @of_kinds("MLA")
-def test_backends_of_mla_that_cannot_verify(target: str, draft: str) -> None:
-    """The refusal names a backend that is then accepted."""
-    for backend in ("flashmla", "cutlass_mla"):
-        words = [backend, "--attention-backend triton"]
-        check_refusal(words, target, draft, attention_backend=backend)
+@pytest.mark.parametrize("backend", REFUSED_BACKENDS)
+def test_backends_of_mla_that_cannot_verify(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The refusal says why, and names a backend that is then accepted."""
+    reason, given = REFUSED_BACKENDS[backend]
+    given = {"attention_backend": backend} | given
+    if backend not in ("flashmla", "cutlass_mla", "dsa"):
+        on_blackwell(monkeypatch)
+    check_refusal([backend, reason, "--attention-backend triton"], target, draft, **given)
     expected = {"target attention": ("triton", "triton"), "draft attention": "triton", "MLA": True}
     check_arguments(target, draft, expected, attention_backend="triton")
+
+
+def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang pick the server arguments of a B200."""
+    monkeypatch.setattr(sglang_args, "is_sm90_supported", lambda: False)
+    monkeypatch.setattr(sglang_args, "is_hopper_with_cuda_12_3", lambda: False)
+    monkeypatch.setattr(sglang_args, "is_sm100_supported", lambda: True)
+    monkeypatch.setattr(sglang_args, "is_blackwell_supported", lambda: True)
+
+
+@of_kinds("MLA", "GLM")
+@pytest.mark.parametrize("backend", [None, "triton", "flashinfer"])
+def test_backends_of_mla_on_blackwell(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    """SGLang picks trtllm_mla for DeepSeek by itself, and flashinfer for GLM."""
+    on_blackwell(monkeypatch)
+    deepseek = "DeepseekV3" in (Path(target) / "config.json").read_text()
+    if backend is None and deepseek:
+        check_refusal(["trtllm_mla", "Give --attention-backend triton"], target, draft)
+        return
+    picked = backend or "flashinfer"
+    expected = {"target attention": (picked, picked), "draft attention": picked, "MLA": True}
+    check_arguments(target, draft, expected, attention_backend=backend)
+
+
+@of_kinds("MLA")
+@pytest.mark.parametrize(
+    ("given", "prefill", "decode"),
+    [
+        ({"decode_attention_backend": "flashinfer"}, "fa3", "flashinfer"),
+        ({"prefill_attention_backend": "triton"}, "triton", "fa3"),
+        ({"attention_backend": "flashinfer", "page_size": 16}, "flashinfer", "flashinfer"),
+    ],
+)
+def test_explicit_backends_of_mla(
+    target: str, draft: str, given: dict[str, Any], prefill: str, decode: str
+) -> None:
+    """Prefill and decode apart, and larger pages, which none of these backends changes."""
+    expected = {"target attention": (prefill, decode), "draft attention": decode, "MLA": True}
+    check_arguments(target, draft, expected | {"page_size": given.get("page_size", 1)}, **given)
+
+
+@of_kinds("MLA")
+def test_backends_of_mla_apart(target: str, draft: str) -> None:
+    """A decode backend alone is refused, too, with its own reason."""
+    words = ["flashmla", "has not been compared", "--attention-backend triton"]
+    check_refusal(words, target, draft, decode_attention_backend="flashmla")
 
 
 @of_kinds("MLA")
