@@ -140,6 +140,12 @@ DFLASH_HOOKS = (
         "a batch that mixes token_ids_logprob with other logprobs ends SGLang's scheduler",
     ),
     Hook(
+        "managers.scheduler.get_exception_traceback",
+        "AROUND",
+        "hooks:text_of_an_exception",
+        "some refusals depend on the loaded target; SGLang logs them as tracebacks",
+    ),
+    Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         "AROUND",
         "hooks:tokens_for_next_decode",
