@@ -17,6 +17,7 @@ from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
+from sglang_dflash.host_cache import check_host_cache
 from sglang_dflash.hybrid_targets import check_state_dtypes, keeps_gdn_states
 from sglang_dflash.platforms import platform_of, verify_backend
 
@@ -52,7 +53,6 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
     ("enable_lora_overlap_loading", (None, False), "not implemented", "Leave it out."),
     ("lora_use_virtual_experts", (False,), "adapters on experts are not served", "Leave it out."),
-    ("enable_hierarchical_cache", (False,), "host hits would lack the draft's KV", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
     ("enable_hisparse", (False,), "not implemented", "Leave it out."),
     ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
@@ -165,6 +165,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     target_kv.check_kv(server_args, model_config)
     _check_platform(server_args, model_config)
     check_state_dtypes(server_args, model_config)
+    check_host_cache(server_args, model_config, draft)
     cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(

@@ -8,7 +8,8 @@ class Refusal(ValueError):
 
     what: the reason. fix: the change that a user can make. Both are whole sentences: they begin
     with a capital letter and end with a full stop. At the command line the process prints both as
-    one paragraph, without a traceback, and exits with status 1. `sglang.Engine` raises it.
+    one paragraph, without a traceback, and exits with status 1. `sglang.Engine` raises it. If it
+    depends on the loaded target, the scheduler logs it, and SGLang kills the process tree.
     """
 
     def __init__(self, what: str, fix: str) -> None:

@@ -68,6 +68,12 @@ DFLASH_HOOKS = (
         "SGLang's check of KV in FP4 ends in assertions about its backends",
     ),
     Hook(
+        "server_args.ServerArgs._handle_hicache",
+        "BEFORE",
+        "host_cache:copy_directly",
+        "SGLang keeps fa3 away from its copy kernels in decoding, but not in a verify",
+    ),
+    Hook(
         "server_args.ServerArgs.check_lora_server_args",
         "AROUND",
         "adapters:check_adapters",
@@ -134,6 +140,12 @@ DFLASH_HOOKS = (
         "a batch that mixes token_ids_logprob with other logprobs ends SGLang's scheduler",
     ),
     Hook(
+        "managers.scheduler.get_exception_traceback",
+        "AROUND",
+        "hooks:text_of_an_exception",
+        "some refusals depend on the loaded target; SGLang logs them as tracebacks",
+    ),
+    Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         "AROUND",
         "hooks:tokens_for_next_decode",
@@ -156,6 +168,24 @@ DFLASH_HOOKS = (
         "BEFORE",
         "hybrid_targets:forget_old_match",
         "SGLang copies a state that was evicted while the request that matched it waited",
+    ),
+    Hook(
+        "mem_cache.kv_cache_builder.get_draft_kv_pool",
+        "AROUND",
+        "host_cache:draft_kv_pool",
+        "SGLang takes the KV pool of the worker's model runner, which is the target's",
+    ),
+    Hook(
+        "mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+        "AFTER",
+        "host_cache:log_host_memory",
+        "SGLang's flags for host memory do not count the draft's KV",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
+        "AROUND",
+        "host_cache:refuse_storage",
+        "a running server can be given a storage backend, whose hits may lack the draft's KV",
     ),
     Hook(
         "model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,12 @@ def streamed_logprobs(
     """
     dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
     return original(serving, logprobs, use_token_index=use_token_index or dflash)
+
+
+def text_of_an_exception(original: Callable[[], str]) -> str:
+    """AROUND `get_exception_traceback`: a refusal is one paragraph, without the traceback."""
+    error = sys.exception()
+    return f"sglang-dflash: {error}" if isinstance(error, Refusal) else original()
 
 
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:

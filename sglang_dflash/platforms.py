@@ -24,6 +24,7 @@ class Platform:
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
     lora_backends: tuple[str, ...]
     adapted_heads: bool  # LoRA adapters on the LM head
+    host_cache: bool  # --enable-hierarchical-cache
 
 
 PLATFORMS = {
@@ -39,6 +40,7 @@ PLATFORMS = {
         sliding_drafts=("triton", "fa3"),
         lora_backends=("csgmv", "triton"),
         adapted_heads=True,
+        host_cache=True,
     ),
     "cpu": Platform(
         attention_backends=("torch_native",),
@@ -51,6 +53,7 @@ PLATFORMS = {
         sliding_drafts=("torch_native",),
         lora_backends=("torch_native",),
         adapted_heads=False,
+        host_cache=False,
     ),
 }
 

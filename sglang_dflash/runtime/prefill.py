@@ -38,6 +38,8 @@ class Prefill:
         """Run a prefill. The first tokens are copied before the context KV is queued."""
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self._runner)
+        # Each layer waits until its KV has come from host memory. SGLang says so only with a batch.
+        self._target.set_hicache_consumer(batch.hicache_consumer_index)
         result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
         output = result.logits_output
         first = self._sampler(output.next_token_logits, batch, batch.seq_lens - 1, block=None)

@@ -261,6 +261,51 @@ def test_refused_kv(
     check_refusal(words, write_kind(tmp_path, kind), draft, **given)
 
 
+HOST = {"enable_hierarchical_cache": True}
+REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("hybrid", {}, ["recurrent states", "does not copy the draft's KV", "Leave"]),
+    ("two KV pools", {}, ["sliding-window layers", "does not copy the draft's KV", "Leave"]),
+    ("MLA", {}, ["latent attention", "Leave --enable-hierarchical-cache"]),
+    ("dense", {"hicache_storage_backend": "file"}, ["-backend file", "accepted less", "Leave"]),
+    ("dense", {"hicache_mem_layout": "page_head"}, ["page_head", "Give --hicache-mem-layout"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_HOST_CACHES, ids=str)
+def test_refused_host_caches(
+    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
+) -> None:
+    check_refusal(words, write_kind(tmp_path, kind), draft, **HOST | given)
+
+
+@of_kinds("dense")
+def test_a_host_cache_without_the_layers_of_the_draft(target: str, tmp_path: Path) -> None:
+    """SGLang loads layer i of the draft with layer i of the target."""
+    deep = str(write_draft(tmp_path / "deep", *small_draft(**DRAFT, num_hidden_layers=LAYERS + 1)))
+    check_refusal([f"{LAYERS + 1} layers", f"the target {LAYERS}"], target, deep, **HOST)
+
+
+@of_kinds("dense")
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE"])
+def test_a_host_cache_of_another_tree(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    check_refusal([name, "draft's KV", f"Unset {name}"], target, draft, **HOST)
+
+
+@of_kinds("dense")
+@pytest.mark.parametrize(("backend", "copies"), [("fa3", "direct"), ("flashinfer", "kernel")])
+def test_fa3_does_not_run_beside_copy_kernels(
+    target: str, draft: str, backend: str, copies: str
+) -> None:
+    """SGLang would verify with fa3 and draft with flashinfer, while its kernels copy."""
+    given = HOST | {"attention_backend": backend}
+    both = {"target attention": (backend, backend), "draft attention": backend}
+    check_arguments(target, draft, both, **given)
+    assert arguments(target, draft, **given).hicache_io_backend == copies
+
+
 @of_kinds("FP8 KV")
 def test_a_way_out_of_two_backends(target: str, draft: str) -> None:
     given = {

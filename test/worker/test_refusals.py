@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.managers import scheduler
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import plugin
 from sglang_dflash.errors import Refusal
 from test import inprocess  # loads the plugin
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import draft_config, draft_weights, write_adapter, write_draft
 
 assert inprocess
 
@@ -167,6 +168,35 @@ def refused(result: subprocess.CompletedProcess[str]) -> str:
     [line] = [line for line in result.stderr.splitlines() if line.startswith("sglang-dflash:")]
     assert "Uvicorn running" not in result.stdout + result.stderr
     return line
+
+
+def test_what_a_scheduler_logs() -> None:
+    """A refusal is one paragraph. Any other error has its traceback."""
+
+    def logged(error: ValueError) -> str:
+        try:
+            raise error
+        except ValueError:
+            return str(scheduler.get_exception_traceback())
+
+    assert logged(Refusal("It is so.", "Leave it out.")) == "sglang-dflash: It is so. Leave it out."
+    assert "Traceback" in logged(ValueError("it is so"))
+
+
+@pytest.mark.full
+def test_a_refusal_after_loading(target: str, draft: str, tmp_path: Path) -> None:
+    """A scheduler logs one paragraph, and its server ends. Which adapters exist is known late."""
+    adapter = write_adapter(tmp_path / "head", Path(target), rank=2, vocabulary=("lm_head",))
+    flags = ["--model-path", target, "--speculative-algorithm", "DFLASH", "--dtype", "float32"]
+    flags += ["--speculative-draft-model-path", draft, "--max-total-tokens", "512"]
+    result = launch(*flags, "--lora-paths", f"head={adapter}")
+    assert result.returncode != 0
+    said = [line for line in result.stderr.splitlines() if "sglang-dflash:" in line]
+    assert len(said) == 1
+    assert "lm_head" in said[0]
+    assert "Give --lora-target-modules" in said[0]
+    assert "Traceback" not in result.stderr
+    assert "Uvicorn running" not in result.stdout + result.stderr
 
 
 def test_no_draft(target: str) -> None:

@@ -128,6 +128,12 @@ def graph(cuda_graph: CUDAGraph, pool: object = None, stream: object = None, **_
         cuda_graph.capture_end()
 
 
+def _register(address: int, size: int, _: int) -> int:
+    """`cudaHostRegister`: pin host memory."""
+    memory.REGISTERED.append(range(address, address + size))
+    return 0
+
+
 class _Place(contextlib.nullcontext[None]):
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -173,6 +179,7 @@ def pretend() -> None:
         "graph_pool_handle": lambda: (0, 1),
         "is_current_stream_capturing": lambda: memory.Recording.current is not None,
         "can_device_access_peer": lambda *_: True,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_register),
     }.items():
         setattr(cuda, name, value)
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")

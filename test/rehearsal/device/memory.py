@@ -27,6 +27,8 @@ OF_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_conse
 OF_VALUES |= {"_local_scalar_dense", "equal", "is_nonzero"}
 # Calls that accept host tensors beside device tensors: torch copies them to the device.
 TAKE_INDICES = {"index", "index_put_", "index_put", "_index_put_impl_"}
+BETWEEN = {"transfer_kv_direct", "transfer_kv_per_layer_direct_pf_lf"}  # host and device
+BETWEEN |= {"transfer_kv_all_layer_direct_lf_pf"}
 NO_KERNEL = {"detach", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided"}
 NO_KERNEL |= {"new_empty_strided", "set_", "resize_", "_has_compatible_shallow_copy_type"}
 
@@ -69,8 +71,13 @@ def pin(tensor: Tensor) -> None:
     storage.pinned = True
 
 
+REGISTERED: list[range] = []  # addresses of host memory that a program has pinned itself
+
+
 def is_pinned(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "pinned", False)
+    if getattr(tensor.untyped_storage(), "pinned", False):
+        return True
+    return any(tensor.data_ptr() in addresses for addresses in REGISTERED)
 
 
 _inside = 0  # depth of `inside`
@@ -307,7 +314,7 @@ class DeviceMode(TorchDispatchMode):
 
     def _check(self, name: str, args: Any, kwargs: Any, given: list[Tensor], here: Any) -> None:
         strangers = [t for t, there in zip(given, here, strict=True) if not there and t.dim() > 0]
-        if "device" in kwargs:  # only the shape of a tensor is used
+        if "device" in kwargs or name in BETWEEN:  # only the shape of a tensor is used, or copies
             return
         if name in TAKE_INDICES:
             indices = [t for t in args[1] if t is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,15 +29,30 @@ def kernel(name: str, twin: Callable[..., None]) -> Callable[..., None]:
         for tensor in memory.tensors_in([*args, *kwargs.values()]):
             if not memory.on_device(tensor) and tensor.numel():
                 raise memory.DeviceError(f"{name} is given the host tensor ({memory.caller()})")
-
-        def run() -> None:
-            with memory.inside():
-                twin(*args, **kwargs)
-
-        run()
-        memory.launched(name, run)
+        _launch(name, twin, args, kwargs)
 
     return launch
+
+
+def kernel_between(name: str, twin: Callable[..., None]) -> Callable[..., None]:
+    """The same for a kernel that copies between the device and pinned host memory."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        for tensor in memory.tensors_in([*args, *kwargs.values()]):
+            if not memory.on_device(tensor) and not memory.is_pinned(tensor):
+                raise memory.DeviceError(f"{name} is given pageable memory ({memory.caller()})")
+        _launch(name, twin, args, kwargs)
+
+    return launch
+
+
+def _launch(name: str, twin: Callable[..., None], args: Any, kwargs: Any) -> None:
+    def run() -> None:
+        with memory.inside():
+            twin(*args, **kwargs)
+
+    run()
+    memory.launched(name, run)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,6 +120,58 @@ def top_k_top_p_sampling(
     samples.copy_(order.gather(1, rank).squeeze(1))
 
 
+def load_layer(
+    k: Tensor, v: Tensor, there: Tensor, host_k: Tensor, host_v: Tensor, here: Tensor
+) -> None:
+    k[there], v[there] = host_k[here], host_v[here]
+
+
+def _back_up(size: int) -> Callable[..., None]:
+    """Copies K and V of all layers, of `size` bytes per token, whose addresses are in tensors."""
+
+    def back_up(
+        host_k: Tensor,
+        host_v: Tensor,
+        there: Tensor,
+        k: Tensor,
+        v: Tensor,
+        here: Tensor,
+        stride: int,
+        host_stride: int,
+    ) -> None:
+        slots = list(zip(there.tolist(), here.tolist(), strict=True))
+        for to, of in zip((host_k, host_v), (k, v), strict=True):
+            for layer, source in zip(to.tolist(), of.tolist(), strict=True):
+                for host, slot in slots:
+                    ctypes.memmove(layer + host * host_stride, source + slot * stride, size)
+
+    return back_up
+
+
+def copy_slots(
+    sources: list[Tensor], targets: list[Tensor], here: Tensor, there: Tensor, _: int
+) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[there] = source[here]
+
+
+def load_pages(
+    host: list[Tensor], pools: list[Tensor], here: Tensor, there: Tensor, layer: int, page: int
+) -> None:
+    """host: K and V, [pages, layers, page, heads, head_dim]; pools: of this layer, [slots, ..]."""
+    for pages, pool in zip(host, pools, strict=True):
+        pool[there] = pages[here // page, layer, here % page]
+
+
+def back_up_pages(
+    pools: list[Tensor], host: list[Tensor], here: Tensor, there: Tensor, page: int
+) -> None:
+    """pools: K of all layers, then V; host: as in `load_pages`."""
+    layers = len(pools) // 2
+    for number, pool in enumerate(pools):
+        host[number // layers][there // page, number % layers, there % page] = pool[here]
+
+
 def _rope(is_neox: str) -> Callable[..., None]:
     assert is_neox == "true"
 
@@ -140,6 +208,11 @@ def load_jit(*marks: str, **_: Any) -> SimpleNamespace:
         "clamp_position": {"clamp_position": clamp_position},
         "fused_rope": {"run_rope": _rope(marks[1]) if marks[0] == "fused_rope" else qk_norm},
     }
+    if marks[0] == "hicache":
+        copies = {"launch_one": load_layer, "launch_all": _back_up(int(marks[1]))}
+        return SimpleNamespace(
+            **{name: kernel_between(f"jit:{name}", twin) for name, twin in copies.items()}
+        )
     if marks[0] not in twins:
         raise memory.DeviceError(f"no twin of the kernels {marks}")
     return SimpleNamespace(**{n: kernel(f"jit:{n}", t) for n, t in twins[marks[0]].items()})
@@ -165,6 +238,9 @@ def pretend() -> None:
         "sgl_kernel::gemma_rmsnorm": gemma_rms_norm,
         "sgl_kernel::gemma_fused_add_rmsnorm": gemma_fused_add_rms_norm,
         "sgl_kernel::get_scheduler_metadata": make_schedule,
+        "sgl_kernel::transfer_kv_direct": copy_slots,
+        "sgl_kernel::transfer_kv_per_layer_direct_pf_lf": load_pages,
+        "sgl_kernel::transfer_kv_all_layer_direct_lf_pf": back_up_pages,
         "sgl_kernel::silu_and_mul": lambda out, x, *_: silu_and_mul(x, out),
     }
     _pretend_flashinfer()
