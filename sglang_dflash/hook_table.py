@@ -159,9 +159,15 @@ DFLASH_HOOKS = (
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
-        "BEFORE",
+        "AROUND",
         "hybrid_targets:bound_states",
-        "SGLang allocates the recurrent states of all requests, whether they fit or not",
+        "SGLang allocates the recurrent states of all requests, and of positions, unasked",
+    ),
+    Hook(
+        "mem_cache.memory_pool.MambaPool.__init__",
+        "AROUND",
+        "hybrid_targets:remember_inputs",
+        "SGLang stores a recurrent state for each position of a block",
     ),
     Hook(
         "mem_cache.mamba_radix_cache.MambaRadixCache._match_post_processor",
@@ -257,6 +263,12 @@ CUDA_HOOKS = (
         "AROUND",
         "attention.hybrid:count_padding",
         "SGLang takes each request behind one token for a padded row",
+    ),
+    Hook(
+        "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        "AROUND",
+        "attention.hybrid:verify_block",
+        "SGLang's verify needs room for a recurrent state per position",
     ),
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from sglang.srt.configs import Qwen3_5Config, Qwen3NextConfig
 from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
-from sglang.srt.configs.mamba_utils import mamba2_state_dtype
+from sglang.srt.configs.mamba_utils import BaseLinearStateParams, mamba2_state_dtype
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.server_args import ServerArgs, get_global_server_args
 
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
+from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.platforms import platform_of
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def check_states(server_args: ServerArgs) -> None:
     """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse other recurrent states.
 
     SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
-    the only linear attention for which SGLang stores the state behind each position of a verify.
+    the only linear attention that is replayed after a verify.
     """
     if (server_args.speculative_algorithm or "").upper() != "DFLASH":
         return
@@ -101,26 +103,61 @@ def share_states(original: Callable[..., None], server_args: ServerArgs, **given
         server_args.speculative_algorithm = algorithm
 
 
-def bound_states(runner: Any, total_rest_memory: float) -> None:
-    """BEFORE `ModelRunner.handle_max_mamba_cache`: as many requests as there is memory for states.
+def bound_states(original: Callable[..., float], runner: Any, total_rest_memory: float) -> float:
+    """AROUND `ModelRunner.handle_max_mamba_cache`: as many requests as there is memory for states.
 
-    total_rest_memory: GiB that the weights leave. SGLang itself fits the number of requests into
-    memory only if the radix cache is on. Without it, the states of all requests are allocated.
+    total_rest_memory: GiB that the weights leave. SGLang counts a state for each position of a
+    block. Here it counts what a block's inputs take, in states. SGLang itself fits the number of
+    requests into memory only if the radix cache is on. Without it, the states of all requests are
+    allocated.
     """
     if not runner.spec_algorithm.is_dflash():
-        return
-    args, state = runner.server_args, runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req
-    width = args.speculative_num_draft_tokens
-    per_request = state * (1 + width)
+        return original(runner, total_rest_memory)
+    args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
+    state, width = params.mamba_cache_per_req, args.speculative_num_draft_tokens
+    inputs = bytes_of_inputs(params, width)
     logger.info(
-        f"DFLASH: a running request takes {per_request / 2**20:.1f} MiB for recurrent states: its "
-        f"own of {state / 2**20:.1f} MiB, and one for each of the {width} positions of a block. "
-        "With the radix cache, it takes two more of its own."
+        f"DFLASH: a running request takes {(state + inputs) / 2**20:.1f} MiB for recurrent states: "
+        f"its own of {state / 2**20:.1f} MiB, and {inputs / 2**20:.1f} MiB for what a block of "
+        f"{width} reads. With the radix cache, it takes two more of its own."
     )
     if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
-        fitting = int(total_rest_memory * 2**30 * share / per_request) - 1  # SGLang adds one
+        fitting = int(total_rest_memory * 2**30 * share / (state + inputs)) - 1  # SGLang adds one
         args.max_mamba_cache_size = min(args.max_running_requests // args.dp_size, fitting)
+    args.speculative_num_draft_tokens = inputs / state
+    try:
+        return original(runner, total_rest_memory)
+    finally:
+        args.speculative_num_draft_tokens = width
+
+
+def bytes_of_inputs(params: BaseLinearStateParams, positions: int) -> int:
+    """The memory of `BlockInputs` for one place in the batch, all layers of a rank."""
+    [(channels, window)], (heads, *_) = params.shape.conv, params.shape.temporal
+    values = channels * (window + positions) + 2 * heads * positions
+    return int(values * params.dtype.conv.itemsize * len(params.layers))
+
+
+def remember_inputs(
+    original: Callable[..., None],
+    pool: Any,
+    *,
+    speculative_num_draft_tokens: int | None = None,
+    **given: Any,
+) -> None:
+    """AROUND `MambaPool.__init__`: what a block reads is kept, instead of a state per position."""
+    positions = speculative_num_draft_tokens
+    if positions is None or get_global_server_args().speculative_algorithm != "DFLASH":
+        original(pool, speculative_num_draft_tokens=positions, **given)
+        return
+    original(pool, **given)
+    cache = pool.mamba_cache
+    pool.dflash_states = states = States(cache.conv[0], cache.temporal)
+    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+        pool.dflash_inputs = BlockInputs.zeros(states, given["spec_state_size"], positions)
+    sizes = (part.nbytes for part in pool.dflash_inputs.tensors())
+    pool.mem_usage += sum(sizes) / 2**30
 
 
 def forget_old_match(cache: Any, params: Any, value: Any, last_node: Any, *_: Any) -> None:

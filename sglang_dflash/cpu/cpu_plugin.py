@@ -32,12 +32,6 @@ CPU_HOOKS = (
         "Triton kernel",
     ),
     Hook(
-        "mem_cache.memory_pool.MambaPool.__init__",
-        "AROUND",
-        "cpu.stand_ins:states_on_cpu",
-        'the states of a verify are on "cuda"',
-    ),
-    Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
         "BEFORE",
         "cpu.stand_ins:bound_states",

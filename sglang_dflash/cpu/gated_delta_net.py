@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_dflash.cpu.torch_attention import TorchAttention, queries_of
-
-TINY = 1e-6  # keeps the norm of a key from 0
+from sglang_dflash.kernels.replay_states import convolved, gates, unit, updated
 
 
 def hybrid_attention(runner: ModelRunner, full: TorchAttention) -> HybridLinearAttnBackend:
@@ -64,36 +63,39 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
     ) -> Tensor:
         """mixed_qkv: [n, H*K + H*K + HV*V]; a, b: [n, HV]. Returns [1, n, HV, V].
 
-        A verify stores the state behind each of its tokens in the pool's scratch, by the request's
-        place in the batch. Other forwards store the last state in the request's slot.
+        A verify remembers what it reads, and leaves the states as they were. Other forwards store
+        the last state in the request's slot.
         """
-        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        verifies = forward_batch.forward_mode.is_target_verify()
-        conv = cache.conv[0]
-        inputs = torch.cat([conv[self._slots], self._pad(mixed_qkv).transpose(1, 2)], dim=2)
-        behind = inputs.unfold(2, conv.shape[2], 1)  # [B, dim, T + 1, width - 1]
-        qkv = self._convolved(layer, inputs)
+        rows, slots = self.req_to_token_pool, self._slots
+        cache = rows.mamba2_layer_cache(layer.layer_id)
+        windows, tokens = cache.conv[0][slots], self._pad(mixed_qkv)
+        inputs = torch.cat([windows.transpose(1, 2), tokens], dim=1)
+        assert layer.bias is None
+        assert layer.activation in ("silu", "swish")
+        qkv = convolved(inputs, layer.conv_weights)
         query, key, value = qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=2)
         group = layer.num_v_heads // layer.num_k_heads
-        query = _unit(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
-        key = _unit(key.unflatten(2, (-1, layer.head_k_dim)))
-        read, last = self._recurrence(
+        query = unit(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
+        key = unit(key.unflatten(2, (-1, layer.head_k_dim)))
+        decay, strength = gates(a, b, layer.A_log, layer.dt_bias)
+        absent = ~self._present[:, :, None]  # padding leaves a state as it is
+        read, last = _recurrence(
             query.repeat_interleave(group, dim=2),
             key.repeat_interleave(group, dim=2),
             value.unflatten(2, (-1, layer.head_v_dim)).float(),
-            *self._gates(layer, a, b),
-            cache.temporal[self._slots].float(),
-            cache.intermediate_ssm if verifies else None,
+            self._pad(decay).masked_fill_(absent, 1),
+            self._pad(strength),
+            cache.temporal[slots].float(),
         )
-        if verifies:
-            requests, steps = self._present.shape
-            window = cache.intermediate_conv_window[0]
-            window[:requests, :steps] = behind[:, :, 1:].transpose(1, 2)
+        if forward_batch.forward_mode.is_target_verify():
+            rows.mamba_pool.dflash_inputs.remember(
+                rows.mamba_map[layer.layer_id], windows, tokens, self._pad(a), self._pad(b)
+            )
         else:
-            conv[self._slots] = behind[
-                torch.arange(len(behind), device=self.device), :, self._lens
-            ].to(conv.dtype)
-            cache.temporal[self._slots] = last.to(cache.temporal.dtype)
+            ends = self._lens[:, None] + torch.arange(windows.shape[2], device=self.device)
+            requests = torch.arange(len(ends), device=self.device)[:, None]
+            cache.conv[0][slots] = inputs[requests, ends].transpose(1, 2)
+            cache.temporal[slots] = last.to(cache.temporal.dtype)
         return read[self._present].to(mixed_qkv.dtype)[None]
 
     forward_decode = forward_extend
@@ -104,51 +106,19 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
         padded[self._present] = tokens
         return padded
 
-    def _convolved(self, layer: RadixLinearAttention, inputs: Tensor) -> Tensor:
-        """inputs: [B, dim, width - 1 + T] -> [B, T, dim] float32."""
-        assert layer.activation in ("silu", "swish")
-        weights = layer.conv_weights.float()[:, None]  # [dim, 1, width]
-        convolved = F.conv1d(inputs.float(), weights, layer.bias, groups=len(weights))
-        return F.silu(convolved).transpose(1, 2)
 
-    def _gates(self, layer: RadixLinearAttention, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Decay and strength of each token: [B, T, HV] float32. Padding leaves a state as it is."""
-        rate = F.softplus(a.float() + layer.dt_bias.float())
-        decay = (-layer.A_log.float().exp() * rate).exp()
-        absent = ~self._present[:, :, None]
-        return self._pad(decay).masked_fill_(absent, 1), self._pad(b.float().sigmoid())
+def _recurrence(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """query, key: [B, T, HV, K]; value: [B, T, HV, V]; decay, strength: [B, T, HV].
 
-    def _recurrence(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        state: Tensor,
-        snapshots: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """query, key: [B, T, HV, K]; value: [B, T, HV, V]; decay, strength: [B, T, HV].
-
-        state: [B, HV, V, K]; snapshots: [>= B, >= T, HV, V, K] or None. Returns what each token
-        reads, as value, and the last states.
-        """
-        read = torch.empty_like(value)
-        for t in range(value.shape[1]):
-            state = state * decay[:, t, :, None, None]
-            known = (state @ key[:, t, :, :, None]).squeeze(3)
-            change = (value[:, t] - known) * strength[:, t, :, None]
-            state = state + change[..., None] * key[:, t, :, None]
-            read[:, t] = (state @ query[:, t, :, :, None]).squeeze(3)
-            if snapshots is not None:
-                snapshots[: len(state), t] = state
-        return read, state
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1, float32."""
-    x = x.float()
-    return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
+    state: [B, HV, V, K]. Returns what each token reads, as value, and the last states.
+    """
+    read = torch.empty_like(value)
+    for t in range(value.shape[1]):
+        state = updated(state, key[:, t], value[:, t], decay[:, t], strength[:, t])
+        read[:, t] = (state @ query[:, t, :, :, None]).squeeze(3)
+    return read, state
 
 
 def _gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:

@@ -40,41 +40,16 @@ def plain_rope(
     return make(*shape, *(args[:2] if rope_scaling is None else args))
 
 
-def states_on_cpu(
-    original: Any, pool: Any, *, speculative_num_draft_tokens: int | None = None, **given: Any
-) -> None:
-    """AROUND `MambaPool.__init__`: the states of a verify are where the others are.
-
-    SGLang puts these on "cuda".
-    """
-    if given["device"] != "cpu" or speculative_num_draft_tokens is None:
-        original(pool, speculative_num_draft_tokens=speculative_num_draft_tokens, **given)
-        return
-    original(pool, **given)
-    cache, places = pool.mamba_cache, (given["spec_state_size"] + 1, speculative_num_draft_tokens)
-
-    def per_position(states: Tensor) -> Tensor:
-        return states.new_zeros(len(states), *places, *states.shape[2:])
-
-    pool.mamba_cache = pool.SpeculativeState(
-        conv=cache.conv,
-        temporal=cache.temporal,
-        intermediate_ssm=per_position(cache.temporal),
-        intermediate_conv_window=[per_position(conv) for conv in cache.conv],
-    )
-    pool.mem_usage = pool.mamba_cache.mem_usage_bytes() / 2**30
-
-
 def bound_states(runner: Any, total_rest_memory: float) -> None:
     """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
 
-    A request has several slots if the radix cache is on, but the states of a verify only once.
+    A request has several slots if the radix cache is on.
     """
     args, state = runner.server_args, runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     if runner.device != "cpu" or args.max_mamba_cache_size is not None:
         return
     slots = runner._calculate_mamba_ratio()
-    requests = KV_BYTES // (state * (slots + (args.speculative_num_draft_tokens or 0)))
+    requests = KV_BYTES // (state * slots)
     most = args.max_running_requests or MANY_REQUESTS
     args.max_mamba_cache_size = slots * max(1, min(most, requests))
 

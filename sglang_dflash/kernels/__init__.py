@@ -8,7 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.kernels import accept, argmax, biased_argmax, keep_states, next_block, store_kv
+from sglang_dflash.kernels import (
+    accept,
+    argmax,
+    biased_argmax,
+    next_block,
+    replay_states,
+    store_kv,
+)
 
 
 class Kernels(NamedTuple):
@@ -21,7 +28,7 @@ class Kernels(NamedTuple):
     accept: Callable[..., Accepted]
     store_kv: Callable[..., None]
     written: Callable[..., tuple[Tensor, ...]]  # selects the tokens to project
-    keep_states: Callable[..., None]
+    replay_states: Callable[..., None]
 
     @classmethod
     def on(cls, device: str) -> Kernels:
@@ -35,7 +42,7 @@ class Kernels(NamedTuple):
                 accept.launch_accept,
                 store_kv.launch_store_kv,
                 store_kv.all_tokens,
-                keep_states.launch_keep_states,
+                replay_states.launch_replay_states,
             )
         return cls(
             next_block.next_block_in_torch,
@@ -45,5 +52,5 @@ class Kernels(NamedTuple):
             accept.accept_in_torch,
             store_kv.store_kv_in_torch,
             store_kv.written_tokens,
-            keep_states.keep_states_in_torch,
+            replay_states.replay_states_in_torch,
         )

@@ -45,7 +45,7 @@ class Committer:
         committed = self._commit_requests(batch, packed.tolist(), block.lens)
         tokens = [each.tokens for each in committed]
         accepted = [each.num_accepted for each in committed]
-        self._states.keep_taken(batch.req_pool_indices, packed[:, -1], tokens)
+        self._states.commit(batch.req_pool_indices, [len(taken) for taken in tokens])
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:

@@ -1,69 +1,75 @@
-"""The recurrent states of a hybrid target: what rejected tokens did to them is undone.
+"""The recurrent states of a hybrid target follow the committed tokens.
 
 A layer of linear attention keeps one state per request where attention keeps K/V per token. A
-verify stores the state behind each position of a block. Afterwards one of them is kept: the state
-behind the last committed token. So the slot of a request, like its KV, holds `kv_committed_len`
-tokens when the radix cache takes it over.
+verify does not advance it. Once the host knows which tokens a request took, they are replayed. So
+the slot of a request, like its KV, holds `kv_committed_len` tokens when the radix cache takes it
+over.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.replay_states import Layer, Weights
 
 
 class TargetStates(Protocol):
     """A policy: what the target keeps of a request besides KV."""
 
-    def keep(self, rows: Tensor, num_accepted: Tensor) -> None:
-        """Keep the states behind the last accepted tokens, before the next forward.
+    def commit(self, rows: Tensor, taken: list[int]) -> None:
+        """Advance the states by committed tokens, before the next forward of the target.
 
-        rows: [B] int64, the request rows of the last verify, in its order; num_accepted: [B] int64.
-        """
-
-    def keep_taken(self, rows: Tensor, num_accepted: Tensor, taken: list[list[int]]) -> None:
-        """Keep earlier states for requests that ended inside their accepted tokens.
-
-        num_accepted: [B] int64 on the host; taken: the tokens of each request.
+        rows: [B] int64, the request rows of the last verify, in its order; taken: the number of
+        tokens that each request took, at least 1.
         """
 
 
 class NoStates:
     """For targets that have only KV."""
 
-    def keep(self, rows: Tensor, num_accepted: Tensor) -> None:
-        pass
-
-    def keep_taken(self, rows: Tensor, num_accepted: Tensor, taken: list[list[int]]) -> None:
+    def commit(self, rows: Tensor, taken: list[int]) -> None:
         pass
 
 
 class RecurrentStates:
-    def __init__(self, pool: HybridReqToTokenPool, kernels: Kernels) -> None:
-        cache = pool.get_speculative_mamba2_params_all_layers()
-        self._slots, self._kernels = pool.req_index_to_mamba_index_mapping, kernels
-        self._pairs = [
-            (cache.temporal, cache.intermediate_ssm),
-            *zip(cache.conv, cache.intermediate_conv_window, strict=True),
-        ]
+    def __init__(self, runner: Any, kernels: Kernels) -> None:
+        """runner: the target's ModelRunner."""
+        rows = runner.req_to_token_pool
+        self._slots, self._kernels = rows.req_index_to_mamba_index_mapping, kernels
+        self._states, self._inputs = rows.mamba_pool.dflash_states, rows.mamba_pool.dflash_inputs
+        attention = {
+            module.layer_id: module
+            for module in runner.model.modules()
+            if isinstance(module, RadixLinearAttention)
+        }
+        # The pool's layers are in the order of their ids.
+        self._weights = Weights([_weights_of(attention[layer]) for layer in rows.mamba_map])
 
-    def keep(self, rows: Tensor, num_accepted: Tensor) -> None:
-        for states, snapshots in self._pairs:
-            self._kernels.keep_states(states, snapshots, self._slots, rows, num_accepted)
+    def commit(self, rows: Tensor, taken: list[int]) -> None:
+        counts = torch.tensor(taken, pin_memory=is_pin_memory_available(rows.device))
+        self._kernels.replay_states(
+            self._states,
+            self._inputs,
+            self._weights,
+            self._slots[rows],
+            counts.to(rows.device, non_blocking=True),
+        )
 
-    def keep_taken(self, rows: Tensor, num_accepted: Tensor, taken: list[list[int]]) -> None:
-        pinned = is_pin_memory_available(rows.device)
-        last = torch.tensor([len(tokens) - 1 for tokens in taken], pin_memory=pinned)
-        if not torch.equal(last, num_accepted):
-            self.keep(rows, last.to(rows.device, non_blocking=True))
+
+def _weights_of(layer: RadixLinearAttention) -> Layer:
+    assert layer.bias is None
+    assert layer.activation in ("silu", "swish")
+    return Layer(layer.conv_weights, layer.A_log, layer.dt_bias, layer.num_k_heads)
 
 
-def states_of(pool: ReqToTokenPool, kernels: Kernels) -> TargetStates:
-    """The states of the requests that have a row in this pool."""
-    return RecurrentStates(pool, kernels) if isinstance(pool, HybridReqToTokenPool) else NoStates()
+def states_of(runner: Any, kernels: Kernels) -> TargetStates:
+    """The states that this target's requests have. runner: its ModelRunner."""
+    hybrid = isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+    return RecurrentStates(runner, kernels) if hybrid else NoStates()

@@ -23,7 +23,6 @@ from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.recurrent_states import TargetStates
 from sglang_dflash.runtime.sample import TargetSampler
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 
@@ -66,11 +65,10 @@ class Verifier:
         target: TpModelWorker,
         sampler: TargetSampler,
         graphs: VerifyGraphs,
-        states: TargetStates,
         kernels: Kernels,
     ) -> None:
         self._target, self._sampler, self._graphs = target, sampler, graphs
-        self._runner, self._states, self._kernels = target.model_runner, states, kernels
+        self._runner, self._kernels = target.model_runner, kernels
         self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
         self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated > 0:
@@ -117,7 +115,6 @@ class Verifier:
             self._target.model_config.context_len,
             simulated,
         )
-        self._states.keep(batch.req_pool_indices, accepted.num_accepted)
         return Verified(block, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:

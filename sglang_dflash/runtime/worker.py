@@ -96,10 +96,8 @@ class DFlashWorker:
         self._prefill = Prefill(self.target_worker, sampler, self.context_kv)
         any_width = platform_of(args).unequal_widths
         self._graphs = VerifyGraphs(runner, self._options.verify_widths, any_width)
-        self._states = states_of(runner.req_to_token_pool, self._kernels)
-        self.verifier = Verifier(
-            self.target_worker, sampler, self._graphs, self._states, self._kernels
-        )
+        self._states = states_of(runner, self._kernels)
+        self.verifier = Verifier(self.target_worker, sampler, self._graphs, self._kernels)
         self.verify_width = self._make_verify_width()
         self.next_draft: NextDraft = DraftLater()
         if self._options.draft_ahead:

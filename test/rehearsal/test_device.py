@@ -15,7 +15,6 @@ from sglang_dflash.kernels import argmax, biased_argmax, store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import largest_in_torch, launch_largest
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch, launch_biased_largest
-from sglang_dflash.kernels.keep_states import keep_states_in_torch, launch_keep_states
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
 from sglang_dflash.kernels.page_tables import fill_tables
 from test.rehearsal.device.attention import attend
@@ -263,22 +262,6 @@ def test_the_next_block_equals_its_twin(size: int) -> None:
     asked = lens * 2, lens, where, table, size, 150
     for ours, twin in zip(launch_next_block(*asked), next_block_in_torch(*asked), strict=True):
         assert torch.equal(ours.cpu(), twin.cpu())
-
-
-@pytest.mark.parametrize("size", [(3, 5), (40, 70)])
-def test_kept_states_equal_their_twin(size: tuple[int, int]) -> None:
-    """Layers and steps are more than there is room for a request to use."""
-    torch.manual_seed(0)
-    snapshots = torch.randn(2, 6, 9, *size, device=CUDA)
-    slots = torch.randperm(8, dtype=torch.int32, device=CUDA)
-    rows, counts = torch.tensor([5, 0, 3], device=CUDA), torch.tensor([[1, 0], [4, 8], [9, 3]])
-    kept = []
-    for keep in (launch_keep_states, keep_states_in_torch):
-        states = torch.zeros(2, 8, *size, device=CUDA)
-        keep(states, snapshots, slots, rows, counts.to(CUDA)[:, 1])
-        kept.append(states.cpu())
-    assert torch.equal(*kept)
-    assert (kept[0].flatten(2) != 0).any(2).sum() == 2 * 3
 
 
 def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:

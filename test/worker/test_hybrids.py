@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.configs.mamba_utils import (
+    Mamba2CacheParams,
+    Mamba2StateDType,
+    Mamba2StateShape,
+)
 
+from sglang_dflash.hybrid_targets import bytes_of_inputs
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
-from sglang_dflash.runtime.recurrent_states import RecurrentStates
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
+from test.rehearsal.mutation import mutate
 from test.worker.conftest import Cut, Request, facts, force, prompt
 from test.worker.test_targets import write
 
@@ -167,16 +174,21 @@ def test_equal_prompts_share_a_state(pair: Pair) -> None:
         assert [req.cached_tokens for req in reqs] == [20] * 3
 
 
-def do_nothing(*_: object) -> None:
-    """What a mutation does instead."""
+COUNT = "[len(taken) for taken in tokens]"
+REPLAY = "self._kernels.replay_states("
+MUTATIONS = {
+    "none": ("runtime.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
+    "all accepted": ("runtime.commit:Committer.commit", COUNT, "(packed[:, -1] + 1).tolist()"),
+    "one of each": ("runtime.commit:Committer.commit", COUNT, "[1] * len(tokens)"),
+}
 
 
-@pytest.mark.parametrize("method", ["keep", "keep_taken"])
-def test_states_that_are_not_kept_are_seen(
-    pair: Pair, turns: Turns, monkeypatch: pytest.MonkeyPatch, method: str
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_tokens_that_are_not_replayed_are_seen(
+    pair: Pair, turns: Turns, monkeypatch: pytest.MonkeyPatch, mutation: str
 ) -> None:
-    """Mutations: the states behind the whole block, or behind all accepted drafts, stay."""
-    monkeypatch.setattr(RecurrentStates, method, do_nothing)
+    """Mutations: the states behind other tokens than those that a request took."""
+    mutate(monkeypatch, *MUTATIONS[mutation])
     assert not second_turns(pair, turns)
 
 
@@ -187,6 +199,23 @@ def test_work_of_a_prefill_that_is_repeated_is_seen(
     monkeypatch.setattr("sglang_dflash.runtime.verify.OF_A_PREFILL", {})
     with pair.serve(disable_radix_cache=True) as engine:
         assert served(engine, pair) != pair.answers
+
+
+@pytest.mark.parametrize(("heads", "layers"), [(32, 36), (48, 48)])  # Qwen3-Next, Qwen3.6 27B
+def test_a_block_takes_little_memory(heads: int, layers: int) -> None:
+    """At a block of 16, at most 0.15 of a state. SGLang's states of positions take 16."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=128 * heads,
+        n_groups=16,
+        num_heads=heads,
+        head_dim=128,
+        state_size=128,
+        conv_kernel=4,
+    )
+    dtypes = Mamba2StateDType(torch.bfloat16, torch.float32)
+    params = Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtypes)
+    assert bytes_of_inputs(params, 16) <= 0.15 * params.mamba_cache_per_req
 
 
 def test_width_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

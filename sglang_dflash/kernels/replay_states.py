@@ -1,0 +1,303 @@
+"""Recurrent states after a verify: the committed tokens of each block are run through them again.
+
+A verify leaves the states of linear attention as they were, and remembers what each layer read. It
+would take a state per position to store them all, and a state is a hundred times larger than what a
+token adds to it. The layers are gated delta networks (Yang et al. 2024, arXiv 2412.06464). A head
+keeps a matrix S of values by keys: S = d S, S = S + b (v - S k) k^T, with decay d and strength b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+TINY = 1e-6  # keeps the norm of a key from 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of a layer: H heads of K keys, HV heads of V values, C = 2 H K + HV V channels.
+
+    A convolution of width W is ahead of the recurrence. Its channels are queries, keys and values.
+    """
+
+    conv: Tensor  # [C, W], without a bias, followed by SiLU
+    a_log: Tensor  # [HV]
+    dt_bias: Tensor  # [HV]
+    key_heads: int
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of L layers in S slots."""
+
+    windows: Tensor  # [L, S, C, W - 1], the last inputs of the convolution
+    matrices: Tensor  # [L, S, HV, V, K]
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What L layers read in the last verify, for P places in the batch and N positions."""
+
+    tokens: Tensor  # [L, P, W - 1 + N, C], the window before the block and the block's own inputs
+    a: Tensor  # [L, P, N, HV], of the decay
+    b: Tensor  # [L, P, N, HV], of the strength
+
+    @classmethod
+    def zeros(cls, states: States, places: int, positions: int) -> BlockInputs:
+        """Room for blocks, in the dtype and on the device of the windows."""
+        layers, _, channels, window = states.windows.shape
+        heads = states.matrices.shape[2]
+
+        def room(*shape: int) -> Tensor:
+            return states.windows.new_zeros(layers, places, *shape)
+
+        return cls(
+            room(window + positions, channels), room(positions, heads), room(positions, heads)
+        )
+
+    def remember(self, layer: int, window: Tensor, tokens: Tensor, a: Tensor, b: Tensor) -> None:
+        """Store what a layer reads.
+
+        window: [B, C, W - 1]; tokens: [B, w, C]; a, b: [B, w, HV], w at most N.
+        """
+        requests, width, _ = tokens.shape
+        before = window.shape[2]
+        self.tokens[layer, :requests, :before] = window.transpose(1, 2)
+        self.tokens[layer, :requests, before : before + width] = tokens
+        self.a[layer, :requests, :width] = a
+        self.b[layer, :requests, :width] = b
+
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens, self.a, self.b]
+
+
+class Weights:
+    """The weights of all layers. They stay where they are, so that new ones are seen."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = layers
+        self.conv, self.conv_at = _one_of([layer.conv for layer in layers])
+        self.a_log, self.a_log_at = _one_of([layer.a_log for layer in layers])
+        self.dt_bias, self.dt_bias_at = _one_of([layer.dt_bias for layer in layers])
+
+
+def _one_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The first tensor, and how many elements behind its begin each one begins: [L] int64."""
+    first = tensors[0]
+    assert all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
+    apart = [t.data_ptr() - first.data_ptr() for t in tensors]
+    assert not any(distance % first.itemsize for distance in apart)
+    offsets = torch.tensor([distance // first.itemsize for distance in apart])
+    return first, offsets.to(first.device)
+
+
+def launch_replay_states(
+    states: States, inputs: BlockInputs, weights: Weights, slots: Tensor, taken: Tensor
+) -> None:
+    """Advance the states of requests by the tokens that they took, in every layer.
+
+    slots: [B] integers, the slot of each request, in the order of the verify; taken: [B] int64, 1
+    to N. One program per request, layer, value head and BV values.
+    """
+    matrices, tokens = states.matrices, inputs.tokens
+    layers, _, heads, values, keys = matrices.shape
+    rows = min(32, triton.next_power_of_2(values))
+    assert matrices.is_contiguous()
+    assert states.windows.is_contiguous()
+    assert all(part.is_contiguous() for part in inputs.tensors())
+    _replay[(len(slots), layers * heads, triton.cdiv(values, rows))](
+        matrices,
+        states.windows,
+        tokens,
+        inputs.a,
+        inputs.b,
+        slots,
+        taken,
+        weights.conv,
+        weights.conv_at,
+        weights.a_log,
+        weights.a_log_at,
+        weights.dt_bias,
+        weights.dt_bias_at,
+        matrices.shape[1],
+        *inputs.a.shape[1:3],
+        tokens.shape[3],
+        WIDTH=weights.conv.shape[1],
+        H=weights.layers[0].key_heads,
+        HV=heads,
+        K=keys,
+        V=values,
+        BK=triton.next_power_of_2(keys),
+        BV=rows,
+    )
+
+
+def replay_states_in_torch(
+    states: States, inputs: BlockInputs, weights: Weights, slots: Tensor, taken: Tensor
+) -> None:
+    """The twin of `launch_replay_states`."""
+    heads, values, keys = states.matrices.shape[2:]
+    requests, longest = len(slots), int(taken.max())
+    window = states.windows.shape[3]
+    tokens = inputs.tokens[:, :requests, : window + longest]
+    present = torch.arange(longest, device=taken.device) < taken[:, None]  # [B, T]
+    stacked = [
+        torch.stack(parts)
+        for parts in zip(*((w.conv, w.a_log, w.dt_bias) for w in weights.layers), strict=True)
+    ]
+    conv, a_log, dt_bias = stacked
+    key_heads = weights.layers[0].key_heads
+    queries = key_heads * keys  # channels that no state needs
+    kept = convolved(tokens[..., queries:], conv[:, None, queries:])
+    key, value = kept.split([key_heads * keys, heads * values], dim=3)
+    key = unit(key.unflatten(3, (key_heads, keys))).repeat_interleave(heads // key_heads, dim=3)
+    decay, strength = gates(
+        inputs.a[:, :requests, :longest],
+        inputs.b[:, :requests, :longest],
+        a_log[:, None, None],
+        dt_bias[:, None, None],
+    )
+    decay = decay.masked_fill(~present[:, :, None], 1)  # tokens that were not taken change nothing
+    strength = strength.masked_fill(~present[:, :, None], 0)
+    at = slots.long()
+    matrices = states.matrices[:, at].float()
+    value = value.unflatten(3, (heads, values)).float()
+    for t in range(longest):
+        matrices = updated(
+            matrices, key[:, :, t], value[:, :, t], decay[:, :, t], strength[:, :, t]
+        )
+    states.matrices[:, at] = matrices.to(states.matrices.dtype)
+    last = taken[:, None] + torch.arange(window, device=taken.device)  # [B, W - 1]
+    ends = tokens[:, torch.arange(requests, device=taken.device)[:, None], last]
+    states.windows[:, at] = ends.transpose(2, 3)
+
+
+def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The causal convolution and its SiLU, rounded to the dtype of the tokens.
+
+    tokens: [.., W - 1 + T, C], a window and T inputs; weight: [.., C, W]. Returns [.., T, C].
+    """
+    width = weight.shape[-1]
+    steps = tokens.shape[-2] - width + 1
+    values, taps = tokens.float(), weight.float().unsqueeze(-3)  # [.., 1, C, W]
+    total = values[..., :steps, :] * taps[..., 0]
+    for j in range(1, width):
+        total.addcmul_(values[..., j : j + steps, :], taps[..., j])
+    return F.silu(total).to(tokens.dtype)
+
+
+def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay and strength of tokens, float32. a, b: [.., HV]; a_log, dt_bias: broadcast to it."""
+    rate = F.softplus(a.float() + dt_bias.float())
+    return (-a_log.float().exp() * rate).exp(), b.float().sigmoid()
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, float32."""
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
+
+
+def updated(
+    matrices: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor
+) -> Tensor:
+    """The states after one token.
+
+    matrices: [.., HV, V, K]; key: [.., HV, K]; value: [.., HV, V]; decay, strength: [.., HV].
+    """
+    matrices = matrices * decay[..., None, None]
+    known = (matrices @ key[..., None]).squeeze(-1)
+    change = (value - known) * strength[..., None]
+    return matrices + change[..., None] * key[..., None, :]
+
+
+# Triton takes annotations other than tl.constexpr for globals, and refuses them.
+@triton.jit
+def _convolved(tokens, weight, channels, row, present, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One output of the convolution, rounded as the verify rounded it: [channels] float32."""
+    total = tl.zeros(channels.shape, dtype=tl.float32)
+    for j in tl.static_range(WIDTH):
+        x = tl.load(tokens + (row + j) * count + channels, present, 0).to(tl.float32)
+        total += x * tl.load(weight + channels * WIDTH + j, present, 0).to(tl.float32)
+    total = total / (1.0 + tl.exp(-total))
+    return total.to(tokens.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _keep_window(windows, tokens, channels, present, taken, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the last WIDTH - 1 inputs of some channels."""
+    for j in tl.static_range(WIDTH - 1):
+        x = tl.load(tokens + (taken + j) * count + channels, present, 0)
+        tl.store(windows + channels * (WIDTH - 1) + j, x, present)
+
+
+@triton.jit(do_not_specialize=["num_slots", "places", "positions"])
+def _replay(  # type: ignore[no-untyped-def]
+    matrices,  # [L, S, HV, V, K]
+    windows,  # [L, S, C, W - 1]
+    tokens,  # [L, P, W - 1 + N, C]
+    a,  # [L, P, N, HV]
+    b,  # [L, P, N, HV]
+    slots,  # [B]
+    taken,  # [B] int64
+    conv,  # [C, W] of the first layer
+    conv_at,  # [L] int64
+    a_log,  # [HV] of the first layer
+    a_log_at,  # [L] int64
+    dt_bias,  # [HV] of the first layer
+    dt_bias_at,  # [L] int64
+    num_slots,
+    places,
+    positions,
+    count,  # C
+    WIDTH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % HV
+    layer = (tl.program_id(1) // HV).to(tl.int64)
+    slot = layer * num_slots + tl.load(slots + request).to(tl.int64)
+    place = layer * places + request
+    steps = tl.load(taken + request)
+    tokens += place * (WIDTH - 1 + positions) * count
+    gate = place * positions * HV + head
+    weight = conv + tl.load(conv_at + layer)
+    rate = -tl.exp(tl.load(a_log + tl.load(a_log_at + layer) + head).to(tl.float32))
+    bias = tl.load(dt_bias + tl.load(dt_bias_at + layer) + head).to(tl.float32)
+
+    of_key, of_value = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    is_key, is_value = of_key < K, of_value < V
+    queries = head // (HV // H) * K + of_key
+    keys = H * K + queries
+    values = 2 * H * K + head * V + of_value
+    at = (slot * HV + head) * V * K + of_value[:, None] * K + of_key[None, :]
+    present = is_value[:, None] & is_key[None, :]
+    matrix = tl.load(matrices + at, present, 0).to(tl.float32)
+    for t in range(steps):
+        key = _convolved(tokens, weight, keys, t, is_key, count, WIDTH)
+        key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
+        value = _convolved(tokens, weight, values, t, is_value, count, WIDTH)
+        x = tl.load(a + gate + t * HV).to(tl.float32) + bias
+        softplus = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
+        strength = 1.0 / (1.0 + tl.exp(-tl.load(b + gate + t * HV).to(tl.float32)))
+        matrix *= tl.exp(rate * softplus)
+        change = (value - tl.sum(matrix * key[None, :], 1)) * strength
+        matrix += change[:, None] * key[None, :]
+    tl.store(matrices + at, matrix, present)
+
+    windows += slot * count * (WIDTH - 1)
+    _keep_window(windows, tokens, values, is_value, steps, count, WIDTH)
+    if (head % (HV // H) == 0) & (tl.program_id(2) == 0):
+        _keep_window(windows, tokens, queries, is_key, steps, count, WIDTH)
+        _keep_window(windows, tokens, keys, is_key, steps, count, WIDTH)
