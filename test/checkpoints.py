@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang_dflash.tiny import TARGET
+from training.hybrid import COPIED
 
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 160, 64, 4, 8, 150
 EOS = 3
@@ -53,6 +63,51 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(WordLevel({word(i): i for i in range(vocab_size)}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(EOS)).save_pretrained(path)
+
+
+def write_latent_pair(folder: Path) -> tuple[Path, Path]:
+    """folder/target, a random DeepSeek V3 with the bundled tokenizer, and folder/draft.
+
+    It has experts, and YaRN. The draft is random, too, so few of its tokens are right.
+    """
+    torch.manual_seed(0)
+    config = json.loads((TARGET / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    sizes = {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 20,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 40,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": config["eos_token_id"],
+        "rope_parameters": rope | {"rope_theta": 10_000.0},
+    }
+    target = folder / "target"
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).save_pretrained(target)
+    file = target / "config.json"
+    unsaved = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unsaved))
+    for name in COPIED:
+        shutil.copyfile(TARGET / name, target / name)
+    method = {"mask_token_id": 1, "target_layer_ids": [0, 2]}
+    changes = {"vocab_size": config["vocab_size"], "max_position_embeddings": 2048}
+    drafts = draft_config(**changes, dflash_config=method)
+    return target, write_draft(folder / "draft", drafts, draft_weights(drafts))
 
 
 def write_adapter(

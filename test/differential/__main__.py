@@ -1,4 +1,4 @@
-"""`python -m test.differential --requests N --seed S [--family F | --hybrid | --adapters] [flags]`
+"""`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
@@ -49,7 +50,9 @@ def main() -> int:
         "--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of both servers"
     )
     parser.add_argument("--family", choices=FAMILIES, help="of the draft; default: DFlash")
-    parser.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
+    kind.add_argument("--mla", action="store_true", help="a random target with latent attention")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
@@ -60,6 +63,10 @@ def main() -> int:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         if arguments.hybrid:
             both += ["--model-path", str(hybrid.assemble(folder)[0])]
+        if arguments.mla:
+            target, draft = write_latent_pair(folder)
+            both += ["--model-path", str(target)]
+            flags += ["--speculative-draft-model-path", str(draft)]
         if names:
             both += with_adapters(folder)
         plain = stack.enter_context(without_speculation(*both))

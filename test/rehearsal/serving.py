@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from test.checkpoints import draft_config, draft_weights
 from test.forced import Forced, put_drafter
@@ -204,7 +204,7 @@ def assert_drafts(
 
     draft: its configuration and weights. None: those of `small_draft`.
     """
-    model = Qwen3ForCausalLM.from_pretrained(folder / "target").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "target").float().eval()
     config, weights = draft or small_draft()
     expected = Semantics.of_zlab(config, **semantics)
     for req in reqs.values():

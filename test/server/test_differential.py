@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
 from test.server.conftest import on
 from test.servers import (
@@ -52,6 +53,17 @@ def test_random_requests_with_adapters(tmp_path: Path, flags: tuple[str, ...]) -
     dflash = running(*ALL_FEATURES, *both, *FULL, *flags, dflash=True)
     with without_speculation(*both) as plain, dflash as server:
         check(compare(13, range(100), plain.url, server.url, adapters=tuple(ADAPTERS)), 100)
+
+
+@pytest.mark.full
+def test_random_requests_of_latent_attention(tmp_path: Path) -> None:
+    """A random MLA target with experts. Hardly a draft is right, so each step rejects a block."""
+    target, draft = write_latent_pair(tmp_path)
+    both = "--model-path", str(target)
+    flags = *CROSS["page 16, TP 2, small"], "--speculative-draft-model-path", str(draft)
+    dflash = running(*ALL_FEATURES, *both, *flags, dflash=True)
+    with without_speculation(*both) as plain, dflash as server:
+        check(compare(6, range(100), plain.url, server.url), 100)
 
 
 @pytest.mark.full

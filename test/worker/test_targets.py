@@ -162,6 +162,7 @@ ALWAYS = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",  # plain RoPE
     *HYBRIDS[:2],
 )
 

@@ -44,7 +44,7 @@ def flash_attention_3(
     v: Tensor,
     k_new: None,
     v_new: None,
-    q_v: None,
+    q_v: Tensor | None,
     out: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
@@ -75,10 +75,16 @@ def flash_attention_3(
     sm_margin: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`sgl_kernel::fwd` with a page table. q: [n, heads, D]; k, v: [pages, page, kv_heads, D]."""
-    assert page_table is not None
+    """`sgl_kernel::fwd`. q: [n, heads, D]; k: [pages, page, kv_heads, D]; v: the same with D_v.
+
+    Without a page table, k is [m, kv_heads, D], and `cu_seqlens_k` says whose keys they are.
+    q_v: [n, heads, D_v], queries of latent attention that are compared with v.
+    """
+    assert not any((attention_chunk, k_new is not None, sinks is not None))
+    if page_table is None:
+        assert cu_seqlens_k is not None
+        page_table, seqused_k, k, v = _in_pages(cu_seqlens_k, k, v)
     assert seqused_k is not None
-    assert not any((attention_chunk, k_new is not None, q_v is not None, sinks is not None))
     if q.dtype != k.dtype or q.dtype == torch.float8_e5m2:
         raise DeviceError(f"FlashAttention 3 has no kernel for {q.dtype} and {k.dtype}")
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
@@ -102,7 +108,7 @@ def flash_attention_3(
         if not torch.equal(scheduler_metadata, expected):
             raise DeviceError("a schedule of other lengths, or of another shape")
     kind = OUT_OF_FP8 if q.dtype in FP8 else q.dtype
-    made = torch.zeros_like(q[..., : v.shape[-1]], dtype=kind) if out is None else out
+    made = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=kind) if out is None else out
     for i, length in enumerate(used):
         count = ends[i + 1] - ends[i]
         if count > max_seqlen_q:
@@ -117,13 +123,24 @@ def flash_attention_3(
                 values.float() * v_descale[i, :, None],
             )
         rows = slice(ends[i], ends[i + 1])
+        queries = q[rows]
+        if q_v is not None:
+            queries = torch.cat([queries, q_v[rows]], dim=-1)
+            keys = torch.cat([keys, values], dim=-1)
         causal = is_causal or window_size_right == 0
         attended, _ = attend(
-            q[rows], keys, values, softmax_scale, causal, window_size_left, softcap
+            queries, keys, values, softmax_scale, causal, window_size_left, softcap
         )
         made[rows] = attended.view_as(made[rows])
     nothing = torch.empty(0)
     return made, nothing, nothing, nothing
+
+
+def _in_pages(ends: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Page table, lengths, keys and values in pages of one token. ends: [requests + 1]."""
+    lens = ends.diff()
+    table = ends[:-1, None] + torch.arange(int(lens.max()))
+    return table.clamp_(max=len(k) - 1), lens, k[:, None], v[:, None]
 
 
 def make_schedule(
@@ -279,6 +296,65 @@ class FlashInferPrefill:
             out[rows], sums = attend(q[rows], keys, values, scale, causal, window_left, softcap)
             if lse is not None:
                 lse[rows] = sums / math.log(2)
+
+
+class FlashInferLatent:
+    """The compiled module `batch_mla` of FlashInfer: latent attention with pages of any size."""
+
+    def plan(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        pinned_workspace: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_lens: Tensor,
+        heads: int,
+        dim: int,
+        causal: bool,
+    ) -> list[int]:
+        """One copy brings all of the host's numbers to the device. The kernel reads no others."""
+        if any(t.is_cuda for t in (qo_indptr, kv_indptr, kv_lens)):
+            raise DeviceError("FlashInfer plans with host tensors")
+        count = len(kv_lens)
+        told = torch.cat([qo_indptr[: count + 1], kv_indptr[: count + 1], kv_lens]).long()
+        pinned = pinned_workspace.view(torch.int64)[: len(told)]
+        pinned.copy_(told)
+        int_workspace.view(torch.int64)[: len(told)].copy_(pinned, non_blocking=True)
+        return [count]
+
+    def run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan: list[int],
+        q: Tensor,
+        q_pe: Tensor,
+        ckv: Tensor,
+        kpe: Tensor,
+        kv_indices: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        heads: int,
+        page: int,
+        scale: float,
+        base_e: bool,
+    ) -> None:
+        """q: [n, heads, D]; q_pe: [n, heads, R]; ckv: [pages, page, D]; kpe: [pages, page, R]."""
+        assert (mask_mode in (0, 1), lse, ckv.shape[1]) == (True, None, page)
+        (count,) = plan
+        told = int_workspace.view(torch.int64)[: 3 * count + 2]
+        rows, pages, lens = told.split([count + 1, count + 1, count])
+        for i, length in enumerate(lens.tolist()):
+            own = kv_indices[int(pages[i]) : int(pages[i + 1])].long()
+            if len(own) != -(-length // page):
+                raise DeviceError(f"{length} keys in {len(own)} pages of {page}")
+            values, ropes = (cache[own].flatten(0, 1)[:length, None] for cache in (ckv, kpe))
+            asked = slice(int(rows[i]), int(rows[i + 1]))
+            queries = torch.cat([q[asked], q_pe[asked]], dim=-1)
+            keys = torch.cat([values, ropes], dim=-1)
+            out[asked], _ = attend(queries, keys, values, scale, mask_mode == 1, -1, 0.0)
 
 
 def merge_state(

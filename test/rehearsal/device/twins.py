@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from test.rehearsal.device import kernels, memory
 from test.rehearsal.device.attention import (
+    FlashInferLatent,
     FlashInferPrefill,
     flash_attention_3,
     make_schedule,
@@ -173,13 +174,21 @@ def back_up_pages(
 
 
 def _rope(is_neox: str) -> Callable[..., None]:
-    assert is_neox == "true"
+    """RoPE of both halves of a head, or of its neighbouring pairs."""
 
     def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
         for x in (q, k):
-            first, second = x.float().chunk(2, dim=-1)
-            x.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+            halves = x.float().chunk(2, dim=-1)
+            first, second = (
+                halves if is_neox == "true" else x.float().unflatten(-1, (-1, 2)).unbind(-1)
+            )
+            turned = first * cos - second * sin, second * cos + first * sin
+            x.copy_(
+                torch.cat(turned, dim=-1)
+                if is_neox == "true"
+                else torch.stack(turned, dim=-1).flatten(-2)
+            )
 
     return rope
 
@@ -267,9 +276,13 @@ def _pretend_flashinfer() -> None:
     from flashinfer import cascade, norm, prefill, sampling
     from flashinfer.jit.core import JitSpec
     from flashinfer.jit.utils import filename_safe_dtype_map
+    from flashinfer.mla import _core as mla
 
     filename_safe_dtype_map[torch.float32] = "f32"  # its kernels do not support fp32; the twins do
     prefill.gen_batch_prefill_module = lambda backend, *_: _spec(_flashinfer_prefill(backend))
+    latent = FlashInferLatent()
+    run = kernel("flashinfer:mla_run", latent.run)
+    mla.gen_batch_mla_module = lambda *_: _spec(SimpleNamespace(plan=latent.plan, run=run))
     merge = kernel("flashinfer:merge_state", merge_state)
     cascade.gen_cascade_module = lambda: _spec(SimpleNamespace(merge_state=merge))
     norm._USE_CUDA_NORM = True  # not the norms that CuTe compiles
