@@ -21,7 +21,8 @@ from sglang_dflash.runtime.metrics import AcceptanceHistogram
 def validate_request(req: Any) -> str | None:
     """REPLACE: the reason why a request cannot be served exactly, or None.
 
-    Tokens outside the vocabulary crash SGLang's scheduler with an index error.
+    Tokens outside the vocabulary crash SGLang's scheduler with an index error. In a session, SGLang
+    has put numbers outside of it in the place of images, and keeps the client's own tokens.
     """
     params = req.sampling_params
     if params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
@@ -29,7 +30,10 @@ def validate_request(req: Any) -> str | None:
             "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
             "--enable-deterministic-inference."
         )
-    tokens = {"input_ids": req.origin_input_ids, "token_ids_logprob": req.logprob.token_ids_logprob}
+    tokens = {
+        "input_ids": req.origin_input_ids_unpadded,
+        "token_ids_logprob": req.logprob.token_ids_logprob,
+    }
     if params.min_new_tokens > 0:
         tokens["stop_token_ids"] = params.stop_token_ids
     for field, ids in tokens.items():

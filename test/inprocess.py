@@ -134,7 +134,7 @@ class InProcess:
             rid=rid,
             input_text="",
             input_ids=array("q", input_ids),
-            mm_inputs=None,
+            mm_inputs=fields.pop("mm_inputs", None),
             sampling_params=params,
             return_logprob=fields.pop("return_logprob", False),
             logprob_start_len=fields.pop("logprob_start_len", -1),

@@ -58,7 +58,7 @@ def asked(pair: Path) -> dict[str, Asked]:
     return answer(pair, {str(i): Asked(prompt(960 + i, n), N) for i, n in enumerate(lengths)})
 
 
-def check(pair: Path, asked: dict[str, Asked], backend: str = "fa3", **flags: Any) -> None:
+def check(pair: Path, asked: dict[str, Asked], backend: str | None = "fa3", **flags: Any) -> None:
     """Each batch runs in a graph of four, whose other rows hold values of the last batch."""
     usual: dict[str, Any] = {"cuda_graph_bs": [4], "disable_radix_cache": True}
     with engine(pair, backend, **usual | flags) as run:
@@ -88,6 +88,23 @@ def test_widths(
     """States are stored for fewer positions than there is room for."""
     monkeypatch.setenv(VERIFY_WIDTH, width)
     check(pair, asked)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("prefill", "decode", "verify"),
+    [
+        ("fa3", "triton", "prefill"),
+        ("flashinfer", "fa3", "prefill"),
+        ("triton", "flashinfer", "decode"),
+    ],
+)
+def test_two_backends(
+    pair: Path, asked: dict[str, Asked], prefill: str, decode: str, verify: str
+) -> None:
+    """One attention backend verifies, and the linear attention of both keeps the same states."""
+    backends = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    check(pair, asked, None, speculative_attention_mode=verify, **backends)
 
 
 def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:

@@ -200,6 +200,8 @@ def name_unsaved(folder: Path, fields: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config).update(fields)
     config.setdefault("rope_theta", 10_000.0)
+    if "vision_config" in config:  # as published checkpoints say
+        config["vision_config"]["deepstack_visual_indexes"] = []
     (folder / "config.json").write_text(json.dumps(config))
 
 
