@@ -213,7 +213,7 @@ def test_a_block_takes_little_memory(heads: int, layers: int) -> None:
         state_size=128,
         conv_kernel=4,
     )
-    dtypes = Mamba2StateDType(torch.bfloat16, torch.float32)
+    dtypes = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     params = Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtypes)
     assert bytes_of_inputs(params, 16) <= 0.15 * params.mamba_cache_per_req
 
