@@ -136,6 +136,7 @@ def launch_replay_states(
         V=values,
         BK=triton.next_power_of_2(keys),
         BV=rows,
+        num_warps=1,
     )
 
 
@@ -180,16 +181,15 @@ def replay_states_in_torch(
 
 
 def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The causal convolution and its SiLU, rounded to the dtype of the tokens.
+    """The causal convolution and its SiLU. As in SGLang's kernel, products have the tokens' dtype.
 
     tokens: [.., W - 1 + T, C], a window and T inputs; weight: [.., C, W]. Returns [.., T, C].
     """
     width = weight.shape[-1]
-    steps = tokens.shape[-2] - width + 1
-    values, taps = tokens.float(), weight.float().unsqueeze(-3)  # [.., 1, C, W]
-    total = values[..., :steps, :] * taps[..., 0]
+    steps, taps = tokens.shape[-2] - width + 1, weight.unsqueeze(-3)  # [.., 1, C, W]
+    total = (tokens[..., :steps, :] * taps[..., 0]).float()
     for j in range(1, width):
-        total.addcmul_(values[..., j : j + steps, :], taps[..., j])
+        total += tokens[..., j : j + steps, :] * taps[..., j]
     return F.silu(total).to(tokens.dtype)
 
 
@@ -221,11 +221,15 @@ def updated(
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
 def _convolved(tokens, weight, channels, row, present, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One output of the convolution, rounded as the verify rounded it: [channels] float32."""
+    """One output of the convolution, [channels] float32.
+
+    Products and the output are rounded to the tokens' dtype, as by SGLang's kernel in the verify.
+    """
     total = tl.zeros(channels.shape, dtype=tl.float32)
     for j in tl.static_range(WIDTH):
         x = tl.load(tokens + (row + j) * count + channels, present, 0).to(tl.float32)
-        total += x * tl.load(weight + channels * WIDTH + j, present, 0).to(tl.float32)
+        product = x * tl.load(weight + channels * WIDTH + j, present, 0).to(tl.float32)
+        total += product.to(tokens.dtype.element_ty).to(tl.float32)
     total = total / (1.0 + tl.exp(-total))
     return total.to(tokens.dtype.element_ty).to(tl.float32)
 

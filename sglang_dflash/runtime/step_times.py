@@ -43,7 +43,8 @@ class StepTimer:
         block_size = runner.server_args.speculative_num_draft_tokens
         longest = runner.model_config.context_len - block_size
         self._length = min(CONTEXT, longest, draft_window or CONTEXT)
-        self._most = min(runner.server_args.max_running_requests, MOST_MEASURED)
+        # Recurrent states can leave room for fewer requests than the flag says.
+        self._most = min(runner.max_running_requests, MOST_MEASURED)
 
     @torch.no_grad()
     def measure(self, widths: Sequence[int]) -> StepTimes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_update
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from sglang_dflash.kernels.replay_states import (
     Layer,
     States,
     Weights,
+    convolved,
     launch_replay_states,
     replay_states_in_torch,
 )
@@ -228,3 +230,20 @@ def test_the_replay_equals_its_twin(dtype: torch.dtype) -> None:
     torch.testing.assert_close(kept[0][1], kept[1][1], rtol=0, atol=bound)
     changed = (kept[0][1] != start[1].cpu()).flatten(2).any(2)
     assert changed.nonzero()[:, 1].unique().tolist() == [1, 2, 4]
+
+
+def test_the_convolution_is_the_one_of_a_verify() -> None:
+    """SGLang's kernel rounds each product. The interpreter does so in float16, not in bfloat16."""
+    drawn = torch.Generator().manual_seed(0)
+    window, tokens = (torch.randn(n, 40, generator=drawn).half() for n in (3, 9))
+    weight = torch.randn(40, 4, generator=drawn).half()
+    theirs = causal_conv1d_update(
+        tokens.T.contiguous()[None].to(CUDA),
+        window.T.contiguous()[None].to(CUDA),
+        weight.to(CUDA),
+        activation="silu",
+        conv_state_indices=torch.zeros(1, dtype=torch.int32, device=CUDA),
+    )
+    ours = convolved(torch.cat([window, tokens]), weight)
+    different = (ours != theirs.cpu()[0].T).float().mean()
+    assert different < 0.02  # by the last bit of SiLU

@@ -221,6 +221,7 @@ def test_a_block_takes_little_memory(heads: int, layers: int) -> None:
 def test_width_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A width of its own per request, or one per batch for a target with 3-D positions."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    with pair.serve() as engine:
+    with pair.serve(max_mamba_cache_size=9) as engine:  # three requests, fewer than the flag says
+        assert engine.worker.model_runner.max_running_requests == 3
         assert engine.worker.verify_width._unequal != engine.worker.model_runner.model_is_mrope
         assert served(engine, pair) == pair.answers
