@@ -56,12 +56,6 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
     ("enable_hisparse", (False,), "not implemented", "Leave it out."),
     ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
-    (
-        "mamba_scheduler_strategy",
-        ("no_buffer",),
-        "it stores states where a block crosses an interval, which is not implemented",
-        "Leave it out: prefixes are then shared without it.",
-    ),
     ("linear_attn_decode_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_prefill_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),

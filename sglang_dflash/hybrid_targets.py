@@ -32,6 +32,7 @@ def check_states(server_args: ServerArgs) -> None:
     if (server_args.speculative_algorithm or "").upper() != "DFLASH":
         return
     model_config = server_args.get_model_config()
+    _check_strategy(server_args, keeps_gdn_states(model_config))
     if keeps_gdn_states(model_config):
         return
     if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
@@ -39,6 +40,27 @@ def check_states(server_args: ServerArgs) -> None:
             f"The target {server_args.model_path} has a recurrent state (Mamba, short convolutions "
             "or similar) that SGLang cannot restore after a partial acceptance.",
             WITHOUT_DFLASH,
+        )
+
+
+def _check_strategy(server_args: ServerArgs, keeps_states: bool) -> None:
+    """Refuse states that are stored at intervals, where nothing or something else stores them."""
+    strategy = server_args.mamba_scheduler_strategy
+    if strategy == "no_buffer":
+        return
+    reason = None
+    if not keeps_states:
+        reason = f"the target {server_args.model_path} has no recurrent states that DFLASH serves"
+    elif strategy != "extra_buffer":
+        reason = "it needs SGLang's overlap scheduler, which has no spec-v1 workers"
+    elif not platform_of(server_args).tracked_states:
+        reason = "a prefill stores such states on CUDA only"
+    elif server_args.enable_streaming_session:
+        reason = "streaming sessions hand such states over, which has not been compared"
+    if reason is not None:
+        raise Refusal(
+            f"DFLASH does not work with --mamba-scheduler-strategy {strategy}: {reason}.",
+            "Leave it out: the radix cache also works without it.",
         )
 
 
@@ -90,8 +112,9 @@ def _name(dtype: torch.dtype) -> str:
 def share_states(original: Callable[..., None], server_args: ServerArgs, **given: Any) -> None:
     """AROUND `ServerArgs._handle_mamba_radix_cache`: the radix cache of a hybrid target stays on.
 
-    SGLang refuses it for speculation, because its own workers leave the state of all accepted
-    tokens when a request ends inside them. Here the slot has the state of the committed tokens.
+    Without `extra_buffer`, SGLang refuses it for speculation, because its own workers leave the
+    state of all accepted tokens when a request ends inside them. Here the slot has the state of the
+    committed tokens.
     """
     algorithm = server_args.speculative_algorithm
     hidden = (algorithm or "").upper() == "DFLASH" and not server_args.enable_mamba_extra_buffer()
@@ -115,11 +138,11 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
         return original(runner, total_rest_memory)
     args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
     state, width = params.mamba_cache_per_req, args.speculative_num_draft_tokens
-    inputs = bytes_of_inputs(params, width)
+    inputs, others = bytes_of_inputs(params, width), runner._calculate_mamba_ratio() - 1
     logger.info(
         f"DFLASH: a running request takes {(state + inputs) / 2**20:.1f} MiB for recurrent states: "
         f"its own of {state / 2**20:.1f} MiB, and {inputs / 2**20:.1f} MiB for what a block of "
-        f"{width} reads. With the radix cache, it takes two more of its own."
+        f"{width} reads. The radix cache takes {others} more of its own."
     )
     if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)

@@ -20,6 +20,7 @@ class Platform:
     unequal_widths: bool  # attention serves any verify width, and a different one per request
     quantised_weights: bool
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
+    tracked_states: bool  # --mamba-scheduler-strategy extra_buffer
     scale_files: bool  # attention applies scales of --quantization-param-path
     sliding_drafts: tuple[str, ...]  # backends that compute sliding windows without causality
     lora_backends: tuple[str, ...]
@@ -36,6 +37,7 @@ PLATFORMS = {
         unequal_widths=False,
         quantised_weights=True,
         gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
+        tracked_states=True,
         scale_files=False,
         sliding_drafts=("triton", "fa3"),
         lora_backends=("csgmv", "triton"),
@@ -49,6 +51,7 @@ PLATFORMS = {
         unequal_widths=True,
         quantised_weights=False,
         gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        tracked_states=False,
         scale_files=True,
         sliding_drafts=("torch_native",),
         lora_backends=("torch_native",),

@@ -106,6 +106,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
     if server_args.enable_flashinfer_allreduce_fusion:
         logger.info("DFLASH turns fused all-reduce off: it comes after hidden states are captured.")
         server_args.enable_flashinfer_allreduce_fusion = False
+    if server_args.enable_mamba_extra_buffer() and not server_args.disable_piecewise_cuda_graph:
+        logger.info("DFLASH runs prefills outside graphs: in these SGLang stores no states.")
+        server_args.disable_piecewise_cuda_graph = True
     # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
 

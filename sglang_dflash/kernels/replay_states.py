@@ -78,6 +78,14 @@ class BlockInputs:
         return [self.tokens, self.a, self.b]
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Slots that get the states behind the first tokens of a block, too."""
+
+    slots: Tensor  # [B] integers
+    after: Tensor  # [B] int64, how many tokens, at most those that were taken; 0: no copy
+
+
 class Weights:
     """The weights of all layers. They stay where they are, so that new ones are seen."""
 
@@ -99,7 +107,12 @@ def _one_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def launch_replay_states(
-    states: States, inputs: BlockInputs, weights: Weights, slots: Tensor, taken: Tensor
+    states: States,
+    inputs: BlockInputs,
+    weights: Weights,
+    slots: Tensor,
+    taken: Tensor,
+    copies: Copies | None,
 ) -> None:
     """Advance the states of requests by the tokens that they took, in every layer.
 
@@ -120,6 +133,8 @@ def launch_replay_states(
         inputs.b,
         slots,
         taken,
+        None if copies is None else copies.slots,
+        None if copies is None else copies.after,
         weights.conv,
         weights.conv_at,
         weights.a_log,
@@ -136,12 +151,18 @@ def launch_replay_states(
         V=values,
         BK=triton.next_power_of_2(keys),
         BV=rows,
+        COPIES=copies is not None,
         num_warps=1,
     )
 
 
 def replay_states_in_torch(
-    states: States, inputs: BlockInputs, weights: Weights, slots: Tensor, taken: Tensor
+    states: States,
+    inputs: BlockInputs,
+    weights: Weights,
+    slots: Tensor,
+    taken: Tensor,
+    copies: Copies | None,
 ) -> None:
     """The twin of `launch_replay_states`."""
     heads, values, keys = states.matrices.shape[2:]
@@ -174,10 +195,21 @@ def replay_states_in_torch(
         matrices = updated(
             matrices, key[:, :, t], value[:, :, t], decay[:, :, t], strength[:, :, t]
         )
+        if copies is not None:
+            [due] = (copies.after == t + 1).nonzero(as_tuple=True)
+            states.matrices[:, copies.slots[due]] = matrices[:, due].to(states.matrices.dtype)
     states.matrices[:, at] = matrices.to(states.matrices.dtype)
-    last = taken[:, None] + torch.arange(window, device=taken.device)  # [B, W - 1]
-    ends = tokens[:, torch.arange(requests, device=taken.device)[:, None], last]
-    states.windows[:, at] = ends.transpose(2, 3)
+    states.windows[:, at] = _windows(tokens, torch.arange(requests), taken, window)
+    if copies is not None:
+        [due] = copies.after.nonzero(as_tuple=True)
+        found = _windows(tokens, due, copies.after[due], window)
+        states.windows[:, copies.slots[due]] = found
+
+
+def _windows(tokens: Tensor, places: Tensor, after: Tensor, window: int) -> Tensor:
+    """The windows of places behind so many of their tokens, [L, B, C, W - 1]. after: [B]."""
+    last = after[:, None] + torch.arange(window, device=after.device)
+    return tokens[:, places[:, None], last].transpose(2, 3)
 
 
 def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -235,11 +267,11 @@ def _convolved(tokens, weight, channels, row, present, count, WIDTH: tl.constexp
 
 
 @triton.jit
-def _keep_window(windows, tokens, channels, present, taken, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the last WIDTH - 1 inputs of some channels."""
+def _keep_window(window, inputs, channels, present, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the next WIDTH - 1 inputs of some channels."""
     for j in tl.static_range(WIDTH - 1):
-        x = tl.load(tokens + (taken + j) * count + channels, present, 0)
-        tl.store(windows + channels * (WIDTH - 1) + j, x, present)
+        x = tl.load(inputs + j * count + channels, present, 0)
+        tl.store(window + channels * (WIDTH - 1) + j, x, present)
 
 
 @triton.jit(do_not_specialize=["num_slots", "places", "positions"])
@@ -251,6 +283,8 @@ def _replay(  # type: ignore[no-untyped-def]
     b,  # [L, P, N, HV]
     slots,  # [B]
     taken,  # [B] int64
+    copy_slots,  # [B] or None
+    copy_after,  # [B] int64 or None
     conv,  # [C, W] of the first layer
     conv_at,  # [L] int64
     a_log,  # [HV] of the first layer
@@ -268,6 +302,7 @@ def _replay(  # type: ignore[no-untyped-def]
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % HV
     layer = (tl.program_id(1) // HV).to(tl.int64)
@@ -285,9 +320,13 @@ def _replay(  # type: ignore[no-untyped-def]
     queries = head // (HV // H) * K + of_key
     keys = H * K + queries
     values = 2 * H * K + head * V + of_value
-    at = (slot * HV + head) * V * K + of_value[:, None] * K + of_key[None, :]
+    of_head = (head * V + of_value[:, None]) * K + of_key[None, :]
     present = is_value[:, None] & is_key[None, :]
-    matrix = tl.load(matrices + at, present, 0).to(tl.float32)
+    size = HV * V * K
+    matrix = tl.load(matrices + slot * size + of_head, present, 0).to(tl.float32)
+    if COPIES:
+        copy_slot = layer * num_slots + tl.load(copy_slots + request).to(tl.int64)
+        copied = tl.load(copy_after + request)
     for t in range(steps):
         key = _convolved(tokens, weight, keys, t, is_key, count, WIDTH)
         key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
@@ -298,10 +337,19 @@ def _replay(  # type: ignore[no-untyped-def]
         matrix *= tl.exp(rate * softplus)
         change = (value - tl.sum(matrix * key[None, :], 1)) * strength
         matrix += change[:, None] * key[None, :]
-    tl.store(matrices + at, matrix, present)
+        if COPIES:
+            due = present & (t + 1 == copied)
+            tl.store(matrices + copy_slot * size + of_head, matrix, due)
+    tl.store(matrices + slot * size + of_head, matrix, present)
 
-    windows += slot * count * (WIDTH - 1)
-    _keep_window(windows, tokens, values, is_value, steps, count, WIDTH)
-    if (head % (HV // H) == 0) & (tl.program_id(2) == 0):
-        _keep_window(windows, tokens, queries, is_key, steps, count, WIDTH)
-        _keep_window(windows, tokens, keys, is_key, steps, count, WIDTH)
+    # The heads of a group share its queries and keys, of which the first one takes care.
+    is_first = is_key & (head % (HV // H) == 0) & (tl.program_id(2) == 0)
+    window, inputs = windows + slot * count * (WIDTH - 1), tokens + steps * count
+    _keep_window(window, inputs, values, is_value, count, WIDTH)
+    _keep_window(window, inputs, queries, is_first, count, WIDTH)
+    _keep_window(window, inputs, keys, is_first, count, WIDTH)
+    if COPIES:
+        window, inputs = windows + copy_slot * count * (WIDTH - 1), tokens + copied * count
+        _keep_window(window, inputs, values, is_value & (copied > 0), count, WIDTH)
+        _keep_window(window, inputs, queries, is_first & (copied > 0), count, WIDTH)
+        _keep_window(window, inputs, keys, is_first & (copied > 0), count, WIDTH)

@@ -45,19 +45,22 @@ class Committer:
         committed = self._commit_requests(batch, packed.tolist(), block.lens)
         tokens = [each.tokens for each in committed]
         accepted = [each.num_accepted for each in committed]
-        self._states.commit(batch.req_pool_indices, [len(taken) for taken in tokens])
+        counts = [len(taken) for taken in tokens]
+        lens = [req.kv_committed_len for req in batch.reqs]
+        self._states.commit(batch.req_pool_indices, counts, lens)
         if self._counters is not None:
             self._counters.observe(accepted)
         if batch.return_logprob:
             append_committed(batch, output.next_token_logits.split(block.lens), tokens)
         if batch.return_hidden_states:
             _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
-        _advance(batch, verified.accepted)
+        _advance(batch, verified.accepted, lens)
         output.hidden_states = None
         result = verified.result
         result.next_token_ids = verified.accepted.bonus
         result.num_correct_drafts = sum(accepted)
-        result.num_correct_drafts_per_req_cpu = accepted
+        # SGLang takes them for the tokens that a request took, but for one.
+        result.num_correct_drafts_per_req_cpu = [count - 1 for count in counts]
         return result
 
     def _commit_requests(
@@ -128,14 +131,13 @@ def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:
     req.spec_correct_drafts_histogram.num_verified += num_verified
 
 
-def _advance(batch: ScheduleBatch, accepted: Accepted) -> None:
-    """Advance all lengths in new tensors.
+def _advance(batch: ScheduleBatch, accepted: Accepted, committed: list[int]) -> None:
+    """Advance all lengths in new tensors. committed: the length of each request on the host.
 
     Device and host differ only for requests that finished inside their accepted tokens. Those
     leave the batch before the next step.
     """
     batch.seq_lens, batch.orig_seq_lens = accepted.lens, accepted.lens.int()
-    committed = [req.kv_committed_len for req in batch.reqs]
     batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
 
 

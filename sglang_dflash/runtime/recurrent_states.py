@@ -4,6 +4,9 @@ A layer of linear attention keeps one state per request where attention keeps K/
 verify does not advance it. Once the host knows which tokens a request took, they are replayed. So
 the slot of a request, like its KV, holds `kv_committed_len` tokens when the radix cache takes it
 over.
+
+With `--mamba-scheduler-strategy extra_buffer`, the radix cache takes over another slot of the
+request instead. That one holds the state behind the last multiple of an interval.
 """
 
 from __future__ import annotations
@@ -17,24 +20,24 @@ from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.kernels.replay_states import Layer, Weights
+from sglang_dflash.kernels.replay_states import Copies, Layer, Weights
 
 
 class TargetStates(Protocol):
     """A policy: what the target keeps of a request besides KV."""
 
-    def commit(self, rows: Tensor, taken: list[int]) -> None:
+    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
         """Advance the states by committed tokens, before the next forward of the target.
 
         rows: [B] int64, the request rows of the last verify, in its order; taken: the number of
-        tokens that each request took, at least 1.
+        tokens that each request took, at least 1; lens: all its committed tokens, these included.
         """
 
 
 class NoStates:
     """For targets that have only KV."""
 
-    def commit(self, rows: Tensor, taken: list[int]) -> None:
+    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
         pass
 
 
@@ -44,6 +47,9 @@ class RecurrentStates:
         rows = runner.req_to_token_pool
         self._slots, self._kernels = rows.req_index_to_mamba_index_mapping, kernels
         self._states, self._inputs = rows.mamba_pool.dflash_states, rows.mamba_pool.dflash_inputs
+        # [rows, 1], the slot of each request for the radix cache
+        self._kept = getattr(rows, "req_index_to_mamba_ping_pong_track_buffer_mapping", None)
+        self._interval = runner.server_args.mamba_track_interval
         attention = {
             module.layer_id: module
             for module in runner.model.modules()
@@ -52,15 +58,36 @@ class RecurrentStates:
         # The pool's layers are in the order of their ids.
         self._weights = Weights([_weights_of(attention[layer]) for layer in rows.mamba_map])
 
-    def commit(self, rows: Tensor, taken: list[int]) -> None:
-        counts = torch.tensor(taken, pin_memory=is_pin_memory_available(rows.device))
+    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
         self._kernels.replay_states(
             self._states,
             self._inputs,
             self._weights,
             self._slots[rows],
-            counts.to(rows.device, non_blocking=True),
+            _to_device(taken, rows.device),
+            self._copies(rows, taken, lens),
         )
+
+    def _copies(self, rows: Tensor, taken: list[int], lens: list[int]) -> Copies | None:
+        """The states that the radix cache may take over later."""
+        if self._kept is None:
+            return None
+        after = tokens_to_interval(taken, lens, self._interval)
+        return Copies(self._kept[rows, 0], _to_device(after, rows.device)) if any(after) else None
+
+
+def tokens_to_interval(taken: list[int], lens: list[int], interval: int) -> list[int]:
+    """How many of its new tokens bring a request to the last multiple of the interval; 0: none do.
+
+    SGLang reads the same rule from `num_correct_drafts_per_req_cpu`
+    (`BatchResultProcessor._mamba_check_track_boundary`).
+    """
+    return [max(0, n - length % interval) for n, length in zip(taken, lens, strict=True)]
+
+
+def _to_device(counts: list[int], device: torch.device) -> Tensor:
+    pinned = torch.tensor(counts, pin_memory=is_pin_memory_available(device))
+    return pinned.to(device, non_blocking=True)
 
 
 def _weights_of(layer: RadixLinearAttention) -> Layer:

@@ -236,8 +236,18 @@ REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
 REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "hybrid",
+        {"mamba_scheduler_strategy": "extra_buffer_lazy"},
+        ["overlap scheduler", "Leave it out"],
+    ),
+    (
+        "hybrid",
+        {"mamba_scheduler_strategy": "extra_buffer", "enable_streaming_session": True},
+        ["sessions", "Leave it out"],
+    ),
+    (
+        "dense",
         {"mamba_scheduler_strategy": "extra_buffer"},
-        ["--mamba-scheduler-strategy", "Leave it out"],
+        ["no recurrent states", "Leave it out"],
     ),
     ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
     ("hybrid", {"enable_lora": True}, ["linear attention", "Leave --enable-lora"]),

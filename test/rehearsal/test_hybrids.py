@@ -18,6 +18,7 @@ from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.replay_states import (
     BlockInputs,
+    Copies,
     Layer,
     States,
     Weights,
@@ -29,6 +30,7 @@ from sglang_dflash.options import VERIFY_WIDTH
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.recurrent_states import RecurrentStates
 from test.checkpoints import LAYERS, write_draft
+from test.forced import Forced, put_drafter
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
@@ -124,6 +126,68 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
     assert reqs["later"].cached_tokens == len(first.ids) + 2
 
 
+AT_INTERVALS: dict[str, Any] = {
+    "mamba_scheduler_strategy": "extra_buffer",
+    "mamba_track_interval": 8,
+    "max_mamba_cache_size": 32,
+}
+
+# prompt tokens, tokens of the first turn, and how many of both the second turn finds in the cache
+TURNS = [
+    (20, 3, 0),  # no multiple of 8 is passed while decoding
+    (20, 5, 24),  # a turn that ends on one, inside its accepted drafts
+    (20, 6, 24),
+    (16, 4, 0),  # one that begins on one
+    (70, 2, 64),  # a prefill stores the state behind its last whole chunk of 64
+]
+
+
+def turns_at_intervals(pair: Path) -> None:
+    """Second turns continue from the last multiple of 8 that their first turn passed.
+
+    All drafts are right, so a first turn is one block, and ends inside its accepted drafts.
+    """
+    prompts = [prompt(980 + i, length) for i, (length, _, _) in enumerate(TURNS)]
+    whole = answer(pair, {str(i): Asked(ids, N) for i, ids in enumerate(prompts)})
+    with engine(pair, "triton", cuda_graph_bs=[4], **AT_INTERVALS) as run:
+        drafts = Forced(run.worker.drafter, lambda _: 7)
+        put_drafter(run.worker, drafts)
+
+        def say(ids: list[int], expected: list[int], tokens: int) -> Any:
+            req = run.add(ids, max_new_tokens=tokens, ignore_eos=True)
+            drafts.truth[req.rid] = expected
+            run.run(req)
+            assert list(req.output_ids) == expected[:tokens]
+            return req
+
+        hits = []
+        for one, (_, end, _) in zip(whole.values(), TURNS, strict=True):
+            said = one.answer["ids"]
+            say(one.ids, said, end)
+            hits.append(say(one.ids + said[:end], said[end:], 8 - end).cached_tokens)
+    assert hits == [hit for _, _, hit in TURNS]
+
+
+def test_turns_at_intervals(pair: Path) -> None:
+    turns_at_intervals(pair)
+
+
+OF_INTERVALS: list[Change] = [
+    ("runtime.recurrent_states:tokens_to_interval", "length % interval", "length % interval - 1"),
+    ("runtime.commit:Committer.commit", "[count - 1 for count in counts]", "accepted"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", OF_INTERVALS, ids=lambda change: change[0])
+def test_mutations_of_intervals_are_seen(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    mutate(monkeypatch, *change)
+    with pytest.raises(AssertionError):
+        turns_at_intervals(pair)
+
+
 MUTATIONS: list[Change] = [
     ("attention.hybrid:count_padding", "len(block.slots)", "0"),
     ("attention.hybrid:begin_in_full_attention", "serves_dflash()", "False"),
@@ -148,8 +212,9 @@ def test_kernels_compile(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
     compiled: dict[str, set[str]] = {}
     monkeypatch.setattr(kernels, "COMPILED", compiled)
-    with engine(pair, "triton", cuda_graph_bs=[2], dtype="bfloat16", max_running_requests=2) as run:
-        run.generate(prompt(1, 6), max_new_tokens=3, ignore_eos=True)
+    flags = AT_INTERVALS | {"cuda_graph_bs": [2], "max_running_requests": 2}
+    with engine(pair, "triton", dtype="bfloat16", **flags) as run:
+        run.generate(prompt(1, 6), max_new_tokens=8, ignore_eos=True)  # 6 to 13 tokens
     assert {REPLAY, UPDATE} <= compiled.keys()
 
 
@@ -187,7 +252,7 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
                 for layer, (qkv, a, b) in zip(layers, given, strict=True):
                     inputs = qkv.clone(), a.clone(), b.clone()
                     read.append(backend.forward_extend(layer, batch, *inputs))
-                RecurrentStates(runner, of_it).commit(rows, [1, 5, width])
+                RecurrentStates(runner, of_it).commit(rows, [1, 5, width], [0, 0, 0])
             kept = [cache.conv[0][:, 1:4], cache.temporal[:, 1:4]]
             found.append([tensor.cpu().clone() for tensor in (*read, *kept)])
     for theirs, ours in zip(*found, strict=True):
@@ -219,17 +284,26 @@ def test_the_replay_equals_its_twin(dtype: torch.dtype) -> None:
     for part in inputs.tensors():
         part.copy_(draw(*part.shape))
     slots, taken = torch.tensor([4, 1, 2], device=CUDA).int(), torch.tensor([5, 1, 3], device=CUDA)
+    copies = Copies(torch.tensor([3, 5, 5], device=CUDA), torch.tensor([2, 0, 3], device=CUDA))
     kept = []
     for replay in (launch_replay_states, replay_states_in_torch):
         states = States(*(part.clone() for part in start))
-        replay(states, inputs, Weights(weights), slots, taken)
+        replay(states, inputs, Weights(weights), slots, taken, copies)
         kept.append([part.cpu() for part in (states.windows, states.matrices)])
     assert torch.equal(kept[0][0], kept[1][0])
     # A value of bfloat16 may be rounded to its neighbour: 2**-4 for values of up to 16.
     bound = 1e-5 if dtype == torch.float32 else 2**-4
     torch.testing.assert_close(kept[0][1], kept[1][1], rtol=0, atol=bound)
     changed = (kept[0][1] != start[1].cpu()).flatten(2).any(2)
-    assert changed.nonzero()[:, 1].unique().tolist() == [1, 2, 4]
+    assert changed.nonzero()[:, 1].unique().tolist() == [1, 2, 3, 4, 5]
+    windows, matrices = kept[0]
+    assert torch.equal(windows[:, 5], windows[:, 2])  # its copy is of all its tokens
+    assert torch.equal(matrices[:, 5], matrices[:, 2])
+    short = States(*(part.clone() for part in start))
+    two = torch.full_like(taken, 2)  # as many as are behind the first copy
+    launch_replay_states(short, inputs, Weights(weights), slots, two, None)
+    assert torch.equal(windows[:, 3], short.windows[:, 4].cpu())
+    assert torch.equal(matrices[:, 3], short.matrices[:, 4].cpu())
 
 
 def test_the_convolution_is_the_one_of_a_verify() -> None:
