@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_dflash.cpu.torch_attention import TorchAttention, queries_of
-from sglang_dflash.kernels.replay_states import convolved, gates, unit, updated
+from sglang_dflash.kernels.replay_states import Chunk, convolved, gates, unit
+
+CHUNK = 64  # tokens; the work of a chunk grows with their square
 
 
 def hybrid_attention(runner: ModelRunner, full: TorchAttention) -> HybridLinearAttnBackend:
@@ -77,13 +79,13 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
         group = layer.num_v_heads // layer.num_k_heads
         query = unit(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
         key = unit(key.unflatten(2, (-1, layer.head_k_dim)))
-        decay, strength = gates(a, b, layer.A_log, layer.dt_bias)
-        absent = ~self._present[:, :, None]  # padding leaves a state as it is
+        log_decay, strength = gates(a, b, layer.A_log, layer.dt_bias)
+        # Padding has the decay 1 and the strength 0, which leave a state as it is.
         read, last = _recurrence(
             query.repeat_interleave(group, dim=2),
             key.repeat_interleave(group, dim=2),
             value.unflatten(2, (-1, layer.head_v_dim)).float(),
-            self._pad(decay).masked_fill_(absent, 1),
+            self._pad(log_decay),
             self._pad(strength),
             cache.temporal[slots].float(),
         )
@@ -108,17 +110,19 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
 
 
 def _recurrence(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, state: Tensor
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """query, key: [B, T, HV, K]; value: [B, T, HV, V]; decay, strength: [B, T, HV].
+    """query, key: [B, T, HV, K]; value: [B, T, HV, V]; log_decay, strength: [B, T, HV].
 
-    state: [B, HV, V, K]. Returns what each token reads, as value, and the last states.
+    states: [B, HV, V, K]. Returns what each token reads, as value, and the last states.
     """
-    read = torch.empty_like(value)
-    for t in range(value.shape[1]):
-        state = updated(state, key[:, t], value[:, t], decay[:, t], strength[:, t])
-        read[:, t] = (state @ query[:, t, :, :, None]).squeeze(3)
-    return read, state
+    read = []
+    parts = (x.split(CHUNK, dim=1) for x in (query, key, value, log_decay, strength))
+    for queries, *tokens in zip(*parts, strict=True):
+        chunk = Chunk.of(states, *tokens)
+        read.append(chunk.read(queries))
+        states = chunk.last()
+    return torch.cat(read, dim=1), states
 
 
 def _gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:

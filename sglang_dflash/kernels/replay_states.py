@@ -169,7 +169,6 @@ def replay_states_in_torch(
     requests, longest = len(slots), int(taken.max())
     window = states.windows.shape[3]
     tokens = inputs.tokens[:, :requests, : window + longest]
-    present = torch.arange(longest, device=taken.device) < taken[:, None]  # [B, T]
     stacked = [
         torch.stack(parts)
         for parts in zip(*((w.conv, w.a_log, w.dt_bias) for w in weights.layers), strict=True)
@@ -180,30 +179,32 @@ def replay_states_in_torch(
     kept = convolved(tokens[..., queries:], conv[:, None, queries:])
     key, value = kept.split([key_heads * keys, heads * values], dim=3)
     key = unit(key.unflatten(3, (key_heads, keys))).repeat_interleave(heads // key_heads, dim=3)
-    decay, strength = gates(
+    value = value.unflatten(3, (heads, values)).float()
+    log_decay, strength = gates(
         inputs.a[:, :requests, :longest],
         inputs.b[:, :requests, :longest],
         a_log[:, None, None],
         dt_bias[:, None, None],
     )
-    decay = decay.masked_fill(~present[:, :, None], 1)  # tokens that were not taken change nothing
-    strength = strength.masked_fill(~present[:, :, None], 0)
-    at = slots.long()
-    matrices = states.matrices[:, at].float()
-    value = value.unflatten(3, (heads, values)).float()
-    for t in range(longest):
-        matrices = updated(
-            matrices, key[:, :, t], value[:, :, t], decay[:, :, t], strength[:, :, t]
+    before, places = states.matrices[:, slots.long()].float(), torch.arange(requests)
+
+    def advance(count: Tensor, slots: Tensor, places: Tensor) -> None:
+        """Store the states of some places behind so many tokens. count, slots, places: [P]."""
+        absent = torch.arange(longest, device=count.device) >= count[:, None]  # [P, T]
+        chunk = Chunk.of(
+            before[:, places],
+            key[:, places],
+            value[:, places],
+            log_decay[:, places].masked_fill(absent[:, :, None], 0),
+            strength[:, places].masked_fill(absent[:, :, None], 0),
         )
-        if copies is not None:
-            [due] = (copies.after == t + 1).nonzero(as_tuple=True)
-            states.matrices[:, copies.slots[due]] = matrices[:, due].to(states.matrices.dtype)
-    states.matrices[:, at] = matrices.to(states.matrices.dtype)
-    states.windows[:, at] = _windows(tokens, torch.arange(requests), taken, window)
+        states.matrices[:, slots] = chunk.last().to(states.matrices.dtype)
+        states.windows[:, slots] = _windows(tokens, places, count, window)
+
     if copies is not None:
         [due] = copies.after.nonzero(as_tuple=True)
-        found = _windows(tokens, due, copies.after[due], window)
-        states.windows[:, copies.slots[due]] = found
+        advance(copies.after[due], copies.slots[due].long(), due)
+    advance(taken, slots.long(), places)
 
 
 def _windows(tokens: Tensor, places: Tensor, after: Tensor, window: int) -> Tensor:
@@ -226,9 +227,12 @@ def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Decay and strength of tokens, float32. a, b: [.., HV]; a_log, dt_bias: broadcast to it."""
+    """The logarithm of the decay, and the strength, of tokens, float32.
+
+    a, b: [.., HV]; a_log, dt_bias: broadcast to it.
+    """
     rate = F.softplus(a.float() + dt_bias.float())
-    return (-a_log.float().exp() * rate).exp(), b.float().sigmoid()
+    return -a_log.float().exp() * rate, b.float().sigmoid()
 
 
 def unit(x: Tensor) -> Tensor:
@@ -237,17 +241,57 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
 
 
-def updated(
-    matrices: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor
-) -> Tensor:
-    """The states after one token.
+@dataclass(frozen=True)
+class Chunk:
+    """T tokens in front of which the states are known, in matrix products instead of a loop.
 
-    matrices: [.., HV, V, K]; key: [.., HV, K]; value: [.., HV, V]; decay, strength: [.., HV].
+    A state behind token t is S_t = D_t S_0 + sum of D_t / D_j c_j k_j^T for j <= t, with D_t the
+    product of the decays. The changes c_t = b_t (v_t - what S_t-1 holds at k_t) follow from a
+    triangular system (the chunkwise form of Yang et al. 2024).
     """
-    matrices = matrices * decay[..., None, None]
-    known = (matrices @ key[..., None]).squeeze(-1)
-    change = (value - known) * strength[..., None]
-    return matrices + change[..., None] * key[..., None, :]
+
+    states: Tensor  # [.., HV, V, K] float32
+    key: Tensor  # [.., HV, T, K]
+    changes: Tensor  # [.., HV, T, V]
+    log_decay: Tensor  # [.., HV, T] float64, log D_t, whose differences count
+
+    @classmethod
+    def of(
+        cls, states: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor
+    ) -> Chunk:
+        """states: [.., HV, V, K]; key: [.., T, HV, K]; value: [.., T, HV, V].
+
+        log_decay, strength: [.., T, HV]. All are float32.
+        """
+        key, value = key.transpose(-3, -2), value.transpose(-3, -2)
+        strength = strength.transpose(-2, -1)[..., None]
+        summed = log_decay.transpose(-2, -1).double().cumsum(-1)
+        known = (key @ states.transpose(-2, -1)) * summed.exp().float()[..., None]
+        system = (key @ key.transpose(-2, -1) * strength * _decays(summed)).tril(-1)
+        changes = torch.linalg.solve_triangular(
+            system, (value - known) * strength, upper=False, unitriangular=True
+        )
+        return cls(states, key, changes, summed)
+
+    def read(self, query: Tensor) -> Tensor:
+        """What each token reads, as value. query: [.., T, HV, K]. Returns [.., T, HV, V]."""
+        query = query.transpose(-3, -2)
+        before = (query @ self.states.transpose(-2, -1)) * self.log_decay.exp().float()[..., None]
+        weights = (query @ self.key.transpose(-2, -1) * _decays(self.log_decay)).tril()
+        return (before + weights @ self.changes).transpose(-3, -2)
+
+    def last(self) -> Tensor:
+        """The states behind all tokens, [.., HV, V, K]."""
+        whole = self.log_decay[..., -1:]
+        left = (whole - self.log_decay).exp().float()[..., None]
+        before = self.states * whole.exp().float()[..., None]
+        return before + self.changes.transpose(-2, -1) @ (self.key * left)
+
+
+def _decays(log_decay: Tensor) -> Tensor:
+    """D_t / D_j at [.., t, j] for j <= t, and 1 elsewhere. log_decay: [.., T]."""
+    between = log_decay[..., :, None] - log_decay[..., None, :]
+    return between.clamp(max=0).exp().float()
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
