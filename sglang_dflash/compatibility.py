@@ -18,7 +18,7 @@ from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.host_cache import check_host_cache
-from sglang_dflash.hybrid_targets import check_state_dtypes, keeps_gdn_states
+from sglang_dflash.hybrid_targets import check_states_are_replayed, keeps_gdn_states
 from sglang_dflash.platforms import platform_of, verify_backend
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
@@ -158,7 +158,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     _check_heads(server_args, draft)
     target_kv.check_kv(server_args, model_config)
     _check_platform(server_args, model_config)
-    check_state_dtypes(server_args, model_config)
+    check_states_are_replayed(server_args, model_config)
     check_host_cache(server_args, model_config, draft)
     cls, name = _target_class(model_config)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):

@@ -77,10 +77,21 @@ def _keeps_state(config: Any) -> bool:
     return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
 
 
-def check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse dtypes with which a verify would round states otherwise than decoding does."""
+def check_states_are_replayed(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    """Refuse what a hybrid target's states cannot be replayed with."""
     if not keeps_gdn_states(model_config):
         return
+    if server_args.cpu_offload_gb > 0 or server_args.offload_group_size > 0:
+        raise Refusal(
+            f"The target {server_args.model_path} has recurrent states, and DFLASH replays them "
+            "with weights that must stay on the device.",
+            "Leave --cpu-offload-gb and --offload-group-size out.",
+        )
+    _check_state_dtypes(server_args, model_config)
+
+
+def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
+    """Refuse dtypes with which a verify would round states otherwise than decoding does."""
     target, dtype = f"The target {server_args.model_path}", model_config.dtype
     able = platform_of(server_args).gdn_dtypes
     if dtype not in able:

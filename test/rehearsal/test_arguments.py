@@ -250,6 +250,8 @@ REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["no recurrent states", "Leave it out"],
     ),
     ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
+    ("hybrid", {"cpu_offload_gb": 1}, ["stay on the device", "--cpu-offload-gb"]),
+    ("hybrid", {"offload_group_size": 2}, ["stay on the device", "--offload-group-size"]),
     ("hybrid", {"enable_lora": True}, ["linear attention", "Leave --enable-lora"]),
     ("hybrid", {"mamba_ssm_dtype": "bfloat16"}, ["rounds", "--mamba-ssm-dtype float32"]),
 ]
