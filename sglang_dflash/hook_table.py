@@ -134,6 +134,12 @@ DFLASH_HOOKS = (
         "SGLang streams the first token's top logprobs for all tokens of a chunk",
     ),
     Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
+        "AROUND",
+        "hooks:chunks_of_a_stream",
+        "SGLang drops the logprobs of tokens that add no text, as of a stop string",
+    ),
+    Hook(
         "layers.utils.logprob.get_token_ids_logprobs_raw",
         "AROUND",
         "hooks:token_ids_logprobs",

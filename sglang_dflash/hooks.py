@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import torch
+from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
 from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
@@ -188,6 +190,30 @@ def streamed_logprobs(
     """
     dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
     return original(serving, logprobs, use_token_index=use_token_index or dflash)
+
+
+async def chunks_of_a_stream(
+    original: Any, serving: Any, *, choice_logprobs: Any = None, **chat: Any
+) -> AsyncGenerator[str, None]:
+    """AROUND `OpenAIServingChat._generate_stream_content`: the logprobs of every token are sent.
+
+    SGLang sends them beside text. Where the new tokens add none, as where a stop string is cut off,
+    a reasoning parser took it or a tool parser waits, it drops their logprobs.
+    """
+    sent = False
+    async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
+        sent |= '"logprobs":{' in chunk  # in the text of an answer, the quotes are escaped
+        yield chunk
+    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    if dflash and choice_logprobs and not sent:
+        yield build_sse_content(
+            chunk_id=chat["content"]["meta_info"]["id"],
+            created=int(time.time()),
+            model=chat["request"].model,
+            index=chat["index"],
+            content="",
+            logprobs=choice_logprobs,
+        )
 
 
 def text_of_an_exception(original: Callable[[], str]) -> str:

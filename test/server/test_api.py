@@ -275,3 +275,27 @@ def test_streamed_logprobs(server: Client, openai: OpenAI) -> None:
     assert [[t.token for t in token.top_logprobs] for token in streamed] == [
         [t.token for t in token.top_logprobs] for token in whole
     ]
+
+
+@on(TWO_RANKS)
+def test_a_streamed_stop_string_has_logprobs(openai: OpenAI) -> None:
+    """Its text is cut off. Its tokens have logprobs all the same."""
+    ask: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": WORD[0].prompt}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    text = openai.chat.completions.create(**ask).choices[0].message.content
+    ask["stop"] = text[:20]
+    whole = openai.chat.completions.create(**ask)
+    assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+    streamed = [
+        token
+        for chunk in openai.chat.completions.create(**ask, stream=True)
+        if chunk.choices and chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert [t.token for t in streamed] == [t.token for t in whole.choices[0].logprobs.content]
