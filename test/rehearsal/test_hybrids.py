@@ -140,16 +140,20 @@ TURNS = [
     (16, 4, 0),  # one that begins on one
     (70, 2, 64),  # a prefill stores the state behind its last whole chunk of 64
 ]
+TURNS_OF_16 = [(28, 4, 0), (28, 5, 32), (28, 6, 32), (32, 4, 0), (70, 2, 64)]
 
 
-def turns_at_intervals(pair: Path) -> None:
-    """Second turns continue from the last multiple of 8 that their first turn passed.
+def turns_at_intervals(pair: Path, page: int = 1) -> None:
+    """Second turns continue from the last multiple that their first turn passed.
 
-    All drafts are right, so a first turn is one block, and ends inside its accepted drafts.
+    All drafts are right, so a first turn at full width is one block, and ends inside its accepted
+    drafts.
     """
-    prompts = [prompt(980 + i, length) for i, (length, _, _) in enumerate(TURNS)]
+    turns, interval = (TURNS, 8) if page == 1 else (TURNS_OF_16, 16)
+    prompts = [prompt(980 + i, length) for i, (length, _, _) in enumerate(turns)]
     whole = answer(pair, {str(i): Asked(ids, N) for i, ids in enumerate(prompts)})
-    with engine(pair, "triton", cuda_graph_bs=[4], **AT_INTERVALS) as run:
+    flags = AT_INTERVALS | {"mamba_track_interval": interval, "page_size": page}
+    with engine(pair, "triton", cuda_graph_bs=[4], **flags) as run:
         drafts = Forced(run.worker.drafter, lambda _: 7)
         put_drafter(run.worker, drafts)
 
@@ -161,15 +165,56 @@ def turns_at_intervals(pair: Path) -> None:
             return req
 
         hits = []
-        for one, (_, end, _) in zip(whole.values(), TURNS, strict=True):
+        for one, (_, end, _) in zip(whole.values(), turns, strict=True):
             said = one.answer["ids"]
             say(one.ids, said, end)
             hits.append(say(one.ids + said[:end], said[end:], 8 - end).cached_tokens)
-    assert hits == [hit for _, _, hit in TURNS]
+    assert hits == [hit for _, _, hit in turns]
 
 
-def test_turns_at_intervals(pair: Path) -> None:
-    turns_at_intervals(pair)
+@pytest.mark.parametrize(
+    ("page", "width"),
+    [
+        (1, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [(16, "full"), (1, "3"), (16, "auto")]
+        ),
+    ],
+)
+def test_turns_at_intervals(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, page: int, width: str
+) -> None:
+    monkeypatch.setenv(VERIFY_WIDTH, width)
+    turns_at_intervals(pair, page)
+
+
+@pytest.mark.full
+def test_retraction_at_intervals(pair: Path) -> None:
+    """KV runs out, and there are few states, too. Second turns hit what is left of them."""
+    longer = N | {"max_new_tokens": 30}
+    whole = answer(pair, {str(i): Asked(prompt(985 + i, 20), longer) for i in range(4)})
+    turns: list[dict[str, Asked]] = [{}, {}]
+    for name, one in whole.items():
+        said = one.answer["ids"]
+        for turn, (begin, end) in zip(turns, [(0, 24), (24, 30)], strict=True):
+            options = N | {"max_new_tokens": end - begin}
+            turn[name] = Asked(one.ids + said[:begin], options, {"ids": said[begin:end]})
+    flags = AT_INTERVALS | {"max_mamba_cache_size": 12}
+    crowded = {"max_total_tokens": 168, "schedule_conservativeness": 0.01}
+    with engine(pair, "triton", cuda_graph_bs=[4], **flags, **crowded) as run:
+        states, drafter = run.rows.mamba_allocator, run.worker.drafter
+        free = states.available_size(), run.allocator.available_size()
+        first = serve(run, turns[0], apart=0)
+        put_drafter(run.worker, drafter)
+        second = serve(run, dict(reversed(turns[1].items())), apart=7)
+        run.scheduler.flush_cache()
+        assert (states.available_size(), run.allocator.available_size()) == free
+    for turn, reqs in zip(turns, [first, second], strict=True):
+        for name, req in reqs.items():
+            assert list(req.output_ids) == turn[name].answer["ids"]
+    assert sum(req.retraction_count for req in first.values()) > 0
+    assert any(req.cached_tokens == 40 for req in second.values())
 
 
 OF_INTERVALS: list[Change] = [
