@@ -1,8 +1,10 @@
-"""`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]`
+"""`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
+[--itself]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
-is printed with its number; `--only NUMBER` replays it alone.
+is printed with its number; `--only NUMBER` replays it alone. `--itself` replaces the DFLASH server
+by a second one without speculation, and so shows what company alone changes.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def main() -> int:
     kind.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
     kind.add_argument("--mla", action="store_true", help="a random target with latent attention")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
+    parser.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
     names = tuple(ADAPTERS) if arguments.adapters else ()
@@ -71,9 +74,12 @@ def main() -> int:
             both += with_adapters(folder)
         plain = stack.enter_context(without_speculation(*both))
         own = (*both, *(FULL if names else ()), *flags)
-        served = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
-        dflash = stack.enter_context(served)
-        report = compare(arguments.seed, numbers, plain.url, dflash.url, bounds, names)
+        if arguments.itself:
+            served = without_speculation(*both, *flags)
+        else:
+            served = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
+        other = stack.enter_context(served)
+        report = compare(arguments.seed, numbers, plain.url, other.url, bounds, names)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

@@ -45,6 +45,8 @@ def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = ""
             ours, theirs = ours[len(ours) - least :], theirs[len(theirs) - least :]
         if len(ours) != len(theirs):
             return f"{where} has {len(ours)} items, not {len(theirs)}"
+        if "top_logprobs" in where:
+            ours = _in_the_order_of(theirs, ours)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if found := difference(a, b, bounds, f"{where}[{i}]"):
                 return found
@@ -53,6 +55,27 @@ def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = ""
         allowed = bounds.hidden_state if "hidden_states" in where else bounds.logprob
         return None if abs(ours - theirs) <= allowed else f"{where}: {ours} is not {theirs}"
     return None if ours == theirs else f"{where}: {ours!r} is not {theirs!r}"
+
+
+def _in_the_order_of(theirs: list[Any], ours: list[Any]) -> list[Any]:
+    """Top logprobs of the same tokens, in their order: rounding decides between near-ties.
+
+    Each token's logprob is compared afterwards, so only near-ties can be in another order.
+    """
+    ranks = {_token_of(entry): rank for rank, entry in enumerate(theirs)}
+    if None in ranks or {_token_of(entry) for entry in ours} != ranks.keys():
+        return ours
+    return sorted(ours, key=lambda entry: ranks[_token_of(entry)])
+
+
+def _token_of(entry: Any) -> Any:
+    """The token that an entry of top logprobs names, or None if it is no such entry."""
+    match entry:
+        case {"token": token, "bytes": data}:
+            return token, tuple(data)
+        case [float(), int(token), _]:
+            return token
+    return None
 
 
 def _difference_of_fields(

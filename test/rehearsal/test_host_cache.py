@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
 from sglang.srt.mem_cache import memory_pool_host
 
 from sglang_dflash.options import DRAFT_AHEAD
+from test.checkpoints import write_adapter
 from test.inprocess import InProcess
+from test.rehearsal.device import attention
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, answer, assert_drafts, assert_exact, engine, recorded
-from test.worker.conftest import prompt
+from test.rehearsal.test_adapters import add
+from test.worker.conftest import facts, prompt
 
 PREFIX = prompt(970, 96)
 N = {"max_new_tokens": 8, "ignore_eos": True}
@@ -96,13 +100,17 @@ def trace(reqs: dict[str, Any], drafts: Any) -> Any:
     return blocks, again.spec_verify_ct, list(again.spec_correct_drafts_histogram)
 
 
-@pytest.fixture(scope="module")
-def kept(small: Path) -> Any:
+def trace_on_device(small: Path, **flags: Any) -> Any:
     """The trace where the prefix stays on the device."""
-    with engine(small, "fa3", max_running_requests=1, cuda_graph_bs=[1]) as run:
+    with engine(small, "fa3", max_running_requests=1, cuda_graph_bs=[1], **flags) as run:
         reqs, drafts = serve(run, [])
     assert reqs["again"].cached_tokens >= 96
     return trace(reqs, drafts)
+
+
+@pytest.fixture(scope="module")
+def kept(small: Path) -> Any:
+    return trace_on_device(small)
 
 
 FULL = pytest.mark.full
@@ -130,6 +138,50 @@ def test_drafts_after_a_hit_in_host_memory(
     assert_exact(reqs, answer(small, ASKED))
     assert_drafts(small, reqs, drafts)
     assert trace(reqs, drafts) == kept
+
+
+@pytest.mark.full
+def test_a_window_of_the_draft(small: Path, kept: Any) -> None:
+    window = {"speculative_draft_window_size": 32}
+    reqs, drafts = from_host(small, "fa3", **window)
+    assert_exact(reqs, answer(small, ASKED))
+    assert trace(reqs, drafts) == trace_on_device(small, page_size=16, **window)
+    assert trace(reqs, drafts) != kept
+
+
+@pytest.mark.full
+def test_kv_in_fp8(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's KV beside it is in fp32, on the host as on the device."""
+    monkeypatch.setattr(attention, "OUT_OF_FP8", torch.float32)
+    fp8 = {"kv_cache_dtype": "fp8_e4m3"}
+    reqs, drafts = from_host(small, "fa3", **fp8)
+    assert_exact(reqs, answer(small, ASKED, **fp8))
+    assert trace(reqs, drafts) == trace_on_device(small, **fp8)
+
+
+@pytest.mark.full
+def test_adapters(small: Path, tmp_path: Path) -> None:
+    """A prefix on the host belongs to one adapter."""
+    write_adapter(tmp_path, small / "target", rank=16)
+    flags: dict[str, Any] = {"lora_paths": [f"wide={tmp_path}"], "lora_backend": "triton"}
+    first, again = (ASKED[name] for name in ("first", "again"))
+    asks = [("wide", first), ("wide", again), (None, again)]
+    told = []
+    with engine(small, "fa3", draft=False, **flags, disable_radix_cache=True) as run:
+        for name, one in asks:
+            told.append(add(run, name, one))
+            run.run(told[-1])
+    with with_host_cache(small, "fa3", **flags) as run:
+        reqs = [add(run, *asks[0])]
+        run.run(reqs[0])
+        for ids in [PREFIX, *OTHERS]:
+            run.generate(ids, **N)
+        for name, one in asks[1:]:
+            reqs.append(add(run, name, one))
+            run.run(reqs[-1])
+    assert [facts(req)["ids"] for req in reqs] == [facts(req)["ids"] for req in told]
+    assert facts(told[1])["ids"] != facts(told[2])["ids"]
+    assert reqs[1].cached_tokens_host >= 80
 
 
 def test_drafts_from_the_targets_pool(

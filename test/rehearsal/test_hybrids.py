@@ -201,7 +201,7 @@ def test_retraction_at_intervals(pair: Path) -> None:
             options = N | {"max_new_tokens": end - begin}
             turn[name] = Asked(one.ids + said[:begin], options, {"ids": said[begin:end]})
     flags = AT_INTERVALS | {"max_mamba_cache_size": 12}
-    crowded = {"max_total_tokens": 168, "schedule_conservativeness": 0.01}
+    crowded: dict[str, Any] = {"max_total_tokens": 168, "schedule_conservativeness": 0.01}
     with engine(pair, "triton", cuda_graph_bs=[4], **flags, **crowded) as run:
         states, drafter = run.rows.mamba_allocator, run.worker.drafter
         free = states.available_size(), run.allocator.available_size()

@@ -1,0 +1,38 @@
+"""The judge of the differential test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from test.differential.judge import difference
+
+
+def chat(*tokens: tuple[str, float]) -> Any:
+    entries = [{"token": t, "bytes": list(t.encode()), "logprob": p} for t, p in tokens]
+    return {"logprobs": [{"top_logprobs": entries}]}
+
+
+def native(*tokens: tuple[int, float]) -> Any:
+    return {"output_top_logprobs": [[[p, t, None] for t, p in tokens]]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "equal"),
+    [
+        (native((4, -2.000001), (3, -2.0)), native((3, -2.0), (4, -2.000001)), True),
+        (native((4, -2.5), (3, -2.0)), native((3, -2.0), (4, -2.000001)), False),
+        (native((5, -2.0), (3, -2.0)), native((3, -2.0), (4, -2.0)), False),
+        (chat(("b", -1.0), ("a", -1.0)), chat(("a", -1.0), ("b", -1.000001)), True),
+        (chat(("b", -1.0), ("a", -1.5)), chat(("a", -1.0), ("b", -1.5)), False),
+        (chat(("c", -1.0), ("a", -1.0)), chat(("a", -1.0), ("b", -1.0)), False),
+    ],
+)
+def test_near_ties_of_top_logprobs_have_any_order(ours: Any, theirs: Any, equal: bool) -> None:
+    assert (difference(ours, theirs) is None) == equal
+
+
+def test_output_tokens_keep_their_order() -> None:
+    ours, theirs = ([[-1.0, t, None] for t in tokens] for tokens in [(3, 4), (4, 3)])
+    assert difference({"output_token_logprobs": ours}, {"output_token_logprobs": theirs})
