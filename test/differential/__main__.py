@@ -1,10 +1,11 @@
 """`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
-[--itself]`
+[--plain | --itself]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
 is printed with its number; `--only NUMBER` replays it alone. `--itself` replaces the DFLASH server
-by a second one without speculation, and so shows what company alone changes.
+by a second one without speculation, and so shows what company alone changes. `--plain` leaves out
+the requests that end SGLang then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
+from test.differential.draw import is_served_by_sglang
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
     ADAPTERS,
@@ -56,6 +58,9 @@ def main() -> int:
     kind.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
     kind.add_argument("--mla", action="store_true", help="a random target with latent attention")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
+    parser.add_argument(
+        "--plain", action="store_true", help="only requests that SGLang itself serves in company"
+    )
     parser.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     arguments, flags = parser.parse_known_args()
     numbers = arguments.only or range(arguments.requests)
@@ -79,7 +84,9 @@ def main() -> int:
         else:
             served = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
         other = stack.enter_context(served)
-        report = compare(arguments.seed, numbers, plain.url, other.url, bounds, names)
+        wanted = is_served_by_sglang if arguments.plain or arguments.itself else lambda _: True
+        urls = plain.url, other.url
+        report = compare(arguments.seed, numbers, *urls, bounds, names, wanted)
     show(report, arguments.seed)
     return 1 if report.differing else 0
 

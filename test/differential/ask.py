@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,9 +100,11 @@ def compare(
     dflash: str,
     bounds: Bounds = FP32_KV,
     adapters: tuple[str, ...] = (),
+    wanted: Callable[[Request], bool] = lambda _: True,
 ) -> Report:
-    """Ask both servers, given by their URLs, these requests of a seed."""
-    asked = [draw(number, seed, adapters) for number in numbers]
+    """Ask both servers, given by their URLs, these requests of a seed, if they are wanted."""
+    drawn = (draw(number, seed, adapters) for number in numbers)
+    asked = [request for request in drawn if wanted(request)]
     expected = [expected_of(plain, request) for request in asked]
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda request: ask_with_company(dflash, request), asked))

@@ -48,6 +48,16 @@ def draw(number: int, seed: int, adapters: tuple[str, ...] = ()) -> Request:
     return request
 
 
+def is_served_by_sglang(request: Request) -> bool:
+    """Can a server without speculation answer this right, in company and as a stream?
+
+    docs/limits.md has the defects of SGLang that would end or change it.
+    """
+    features = set(request.features)
+    in_company = {"token_ids_logprob", "custom_logit_processor", "hidden_states"}
+    return not (features & in_company or features >= {"stream", "logprobs"})
+
+
 def maybe(rng: random.Random, probability: float) -> bool:
     return rng.random() < probability
 
