@@ -217,10 +217,13 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
             "Leave --enable-lora and --lora-paths out.",
         )
     if has_adapters(server_args) and keeps_gdn_states(model_config):
-        raise Refusal(
-            f"{target} has linear attention. Adapters on it have not been compared with DFLASH.",
-            "Leave --enable-lora and --lora-paths out.",
-        )
+        cls, name = _target_class(model_config)
+        if not hasattr(cls, "get_hidden_dim"):
+            raise Refusal(
+                f"{target} has linear attention, and SGLang's {name} does not tell LoRA the shapes "
+                "of its projections. Its server ends with adapters, also without speculation.",
+                "Leave --enable-lora and --lora-paths out.",
+            )
     device = server_args.device.upper()
     if not platform.quantised_weights and model_config.quantization is not None:
         raise Refusal(

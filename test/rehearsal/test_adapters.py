@@ -9,10 +9,11 @@ import pytest
 
 from sglang_dflash import adapters
 from sglang_dflash.options import VERIFY_WIDTH
-from test.checkpoints import write_adapter, write_draft
+from test.checkpoints import LAYERS, write_adapter, write_draft
 from test.inprocess import InProcess
 from test.rehearsal.serving import Asked, N, engine, forced, small_draft
 from test.worker.conftest import facts, prompt
+from test.worker.test_targets import write
 
 FEW = N | {"max_new_tokens": 10}
 ASKED = [("wide", 20), (None, 20), ("narrow", 3), ("head", 33)]
@@ -145,3 +146,24 @@ def test_unused_segments_are_empty(
     assert right(small, asked, **flags, lora_backend="csgmv")
     assert seen
     assert all(seen)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*KINDS, {"max_mamba_cache_size": 16, "lora_backend": "csgmv"}])
+def test_hybrid_target(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """Adapters on full and on linear attention, whose states are those of the accepted tokens."""
+    write(tmp_path / "target", "Qwen3_5ForConditionalGeneration")
+    write_draft(tmp_path / "draft", *small_draft(num_target_layers=LAYERS))
+    for seed, (name, rank) in enumerate([("wide", 16), ("narrow", 4)]):
+        write_adapter(tmp_path / name, tmp_path / "target", rank, seed=seed)
+    paths = [f"{name}={tmp_path / name}" for name in ("wide", "narrow")]
+    flags: dict[str, Any] = {"lora_paths": paths, "max_loras_per_batch": 3}
+    asks = [("wide", 20), (None, 20), ("narrow", 1), ("wide", 9)]
+    few = N | {"max_new_tokens": 8}
+    asked = [(name, Asked(prompt(970 + length, length), few)) for name, length in asks]
+    answered(tmp_path, flags, asked)
+    assert asked[0][1].answer["ids"] != asked[1][1].answer["ids"]
+    usual: dict[str, Any] = {"cuda_graph_bs": [4]}
+    if "max_mamba_cache_size" not in kind:
+        usual["disable_radix_cache"] = True
+    assert right(tmp_path, asked, **flags | usual | kind)

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
-from test.checkpoints import draft_config, draft_weights, write_adapter
+from test.checkpoints import draft_config, draft_weights, write_adapter, write_draft
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block
@@ -68,6 +68,10 @@ def add(engine: InProcess, asked: Asked) -> Any:
 
 @pytest.fixture(scope="module")
 def answers(target: str, folder: Path) -> list[dict[str, Any]]:
+    return answered(target, folder)
+
+
+def answered(target: str, folder: Path) -> list[dict[str, Any]]:
     """Each request alone, without speculation."""
     given = []
     with InProcess(target, **flags(folder), disable_radix_cache=True) as engine:
@@ -122,6 +126,28 @@ def test_equals_target(
     monkeypatch.setenv(DRAFT_AHEAD, kind.pop("ahead", "off"))
     with InProcess(target, draft, **flags(folder) | kind) as engine:
         reqs = served(engine, forced_at_random(engine), answers)
+    assert_equal(reqs, answers)
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_hybrid_target(tmp_path: Path, radix: bool) -> None:
+    """Adapters on its full and its linear attention; states in the radix cache are each one's."""
+    write(tmp_path / "target", "Qwen3_5ForConditionalGeneration")
+    write_draft(tmp_path / "draft", draft_config(), draft_weights(draft_config()))
+    for seed, (name, rank) in enumerate([("wide", 16), ("narrow", 4)]):
+        write_adapter(tmp_path / name, tmp_path / "target", rank, seed=seed)
+    answers = answered(str(tmp_path / "target"), tmp_path)
+    assert answers[0]["ids"][:8] != answers[1]["ids"][:8]
+    paths = str(tmp_path / "target"), str(tmp_path / "draft")
+    with InProcess(*paths, **flags(tmp_path), disable_radix_cache=not radix) as engine:
+        forced = forced_at_random(engine)
+        reqs, again = (served(engine, forced, answers) for _ in range(2))
+    assert_equal(reqs, answers)
+    assert_equal(again, answers)
+    assert any(req.cached_tokens for req in again) == radix
+
+
+def assert_equal(reqs: list[Any], answers: list[dict[str, Any]]) -> None:
     for req, answer in zip(reqs, answers, strict=True):
         found = facts(req)
         logprobs = found.pop("logprobs"), answer["logprobs"]
