@@ -46,7 +46,7 @@ def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = ""
         if len(ours) != len(theirs):
             return f"{where} has {len(ours)} items, not {len(theirs)}"
         if "top_logprobs" in where:
-            ours = _in_the_order_of(theirs, ours)
+            ours = _in_the_order_of(theirs, ours, bounds.logprob)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if found := difference(a, b, bounds, f"{where}[{i}]"):
                 return found
@@ -57,15 +57,23 @@ def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = ""
     return None if ours == theirs else f"{where}: {ours!r} is not {theirs!r}"
 
 
-def _in_the_order_of(theirs: list[Any], ours: list[Any]) -> list[Any]:
-    """Top logprobs of the same tokens, in their order: rounding decides between near-ties.
+def _in_the_order_of(theirs: list[Any], ours: list[Any], bound: float) -> list[Any]:
+    """Top logprobs of the same tokens, in their order, if only near-ties are in another one.
 
-    Each token's logprob is compared afterwards, so only near-ties can be in another order.
+    Both lists must have the same logprob at each rank, up to the bound. Each token's logprob is
+    compared afterwards.
     """
     ranks = {_token_of(entry): rank for rank, entry in enumerate(theirs)}
     if None in ranks or {_token_of(entry) for entry in ours} != ranks.keys():
         return ours
+    if any(abs(_logprob_of(a) - _logprob_of(b)) > bound for a, b in zip(ours, theirs, strict=True)):
+        return ours
     return sorted(ours, key=lambda entry: ranks[_token_of(entry)])
+
+
+def _logprob_of(entry: Any) -> float:
+    value: float = entry["logprob"] if isinstance(entry, dict) else entry[0]
+    return value
 
 
 def _token_of(entry: Any) -> Any:
