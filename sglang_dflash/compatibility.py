@@ -221,7 +221,7 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
         if not hasattr(cls, "get_hidden_dim"):
             raise Refusal(
                 f"{target} has linear attention, and SGLang's {name} does not tell LoRA the shapes "
-                "of its projections. Its server ends with adapters, also without speculation.",
+                "of its projections. LoRA guesses wrong ones for its queries.",
                 "Leave --enable-lora and --lora-paths out.",
             )
     device = server_args.device.upper()

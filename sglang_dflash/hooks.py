@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
+from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
@@ -197,8 +198,8 @@ async def chunks_of_a_stream(
 ) -> AsyncGenerator[str, None]:
     """AROUND `OpenAIServingChat._generate_stream_content`: the logprobs of every token are sent.
 
-    SGLang sends them beside text. Where the new tokens add none, as where a stop string is cut off,
-    a reasoning parser took it or a tool parser waits, it drops their logprobs.
+    SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
+    text, as where a stop string is cut off.
     """
     sent = False
     async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
@@ -213,7 +214,15 @@ async def chunks_of_a_stream(
             index=chat["index"],
             content="",
             logprobs=choice_logprobs,
+            usage=_usage(chat) if chat["continuous_usage_stats"] else None,
         )
+
+
+def _usage(chat: dict[str, Any]) -> Any:
+    """The usage of a choice so far, as SGLang's own chunks have it."""
+    counts = ("prompt_tokens", "reasoning_tokens", "completion_tokens")
+    so_far = {name: chat[name].get(chat["index"], 0) for name in counts}
+    return UsageProcessor.calculate_token_usage(**so_far).model_dump()
 
 
 def text_of_an_exception(original: Callable[[], str]) -> str:

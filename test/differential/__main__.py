@@ -4,8 +4,9 @@
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
 is printed with its number; `--only NUMBER` replays it alone. `--itself` replaces the DFLASH server
-by a second one without speculation, and so shows what company alone changes. `--plain` leaves out
-the requests that end SGLang then.
+by a second one without speculation, and so shows what company alone changes. `--plain` asks
+a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
+company (`is_served_by_sglang`). A run that compares nothing fails.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main() -> int:
         urls = plain.url, other.url
         report = compare(arguments.seed, numbers, *urls, bounds, names, wanted)
     show(report, arguments.seed)
-    return 1 if report.differing else 0
+    return 1 if report.differing or not report.compared else 0
 
 
 if __name__ == "__main__":
