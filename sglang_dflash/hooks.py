@@ -201,12 +201,13 @@ async def chunks_of_a_stream(
     SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
     text, as where a stop string is cut off.
     """
-    sent = False
-    async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
-        sent |= '"logprobs":{' in chunk  # in the text of an answer, the quotes are escaped
-        yield chunk
     dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
-    if dflash and choice_logprobs and not sent:
+    unsent = dflash and choice_logprobs is not None
+    async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
+        # In the text of an answer, these quotes would be escaped.
+        unsent = unsent and '"logprobs":{' not in chunk
+        yield chunk
+    if unsent:
         yield build_sse_content(
             chunk_id=chat["content"]["meta_info"]["id"],
             created=int(time.time()),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -110,71 +108,6 @@ def write_latent_pair(folder: Path) -> tuple[Path, Path]:
     changes = {"vocab_size": config["vocab_size"], "max_position_embeddings": 2048}
     drafts = draft_config(**changes, dflash_config=method)
     return target, write_draft(folder / "draft", drafts, draft_weights(drafts))
-
-
-PROJECTIONS = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    "linear_attn.out_proj",
-)
-
-
-def _projections(target: Path) -> dict[tuple[int, str], list[int]]:
-    """The shape of each projection of each layer: outputs, inputs."""
-    shapes = {}
-    with safe_open(target / "model.safetensors", "pt") as file:
-        for key in file.keys():  # noqa: SIM118, it is no dict
-            found = re.search(r"\blayers\.(\d+)\.(.*)\.weight$", key)
-            if found and found[2] in PROJECTIONS:
-                shapes[int(found[1]), found[2]] = file.get_slice(key).get_shape()
-    return shapes
-
-
-def write_adapter(
-    path: Path,
-    target: Path,
-    rank: int,
-    vocabulary: tuple[str, ...] = (),
-    seed: int = 0,
-    strength: float = 0.3,
-) -> Path:
-    """A LoRA adapter as PEFT writes it, on all linear layers that have one in SGLang.
-
-    vocabulary: "embed_tokens", "lm_head"; strength: 0.3 changes most texts of `write_target`.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    config = json.loads((target / "config.json").read_text())
-    config = config.get("text_config", config)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = _projections(target)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng)
-
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in PROJECTIONS:
-            if (layer, name) not in shapes:
-                continue
-            out, into = shapes[layer, name]
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            weights[f"{prefix}.lora_A.weight"] = drawn(rank, into) / into**0.5
-            weights[f"{prefix}.lora_B.weight"] = strength * drawn(out, rank)
-    if "embed_tokens" in vocabulary:
-        prefix = "base_model.model.model.embed_tokens"
-        weights[f"{prefix}.lora_embedding_A"] = drawn(rank, vocab)
-        weights[f"{prefix}.lora_embedding_B"] = strength * drawn(hidden, rank) / 3
-    if "lm_head" in vocabulary:
-        weights["base_model.model.lm_head.lora_A.weight"] = drawn(rank, hidden) / hidden**0.5
-        weights["base_model.model.lm_head.lora_B.weight"] = strength * drawn(vocab, rank)
-    names = {name.split(".")[-1] for _, name in shapes}
-    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text(
-        json.dumps(peft | {"target_modules": [*sorted(names), *vocabulary]})
-    )
-    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def draft_config(**changes: Any) -> dict[str, Any]:

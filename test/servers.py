@@ -15,7 +15,7 @@ import requests
 
 from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET
-from test.checkpoints import write_adapter
+from test.adapters import write_adapter
 from test.plugins import distribution
 from training.families import assemble
 

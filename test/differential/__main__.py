@@ -59,13 +59,17 @@ def main() -> int:
     kind.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
     kind.add_argument("--mla", action="store_true", help="a random target with latent attention")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
-    parser.add_argument(
+    sides = parser.add_mutually_exclusive_group()
+    sides.add_argument(
         "--plain", action="store_true", help="only requests that SGLang itself serves in company"
     )
-    parser.add_argument("--itself", action="store_true", help="compare no speculation with itself")
+    sides.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     arguments, flags = parser.parse_known_args()
+    if arguments.itself and arguments.family:
+        parser.error("--itself has no draft, so no --family")
     numbers = arguments.only or range(arguments.requests)
     names = tuple(ADAPTERS) if arguments.adapters else ()
+    own: list[str] = []  # flags of the DFLASH server alone
     both = ["--kv-cache-dtype", arguments.kv_cache_dtype]
     bounds = FP32_KV if arguments.kv_cache_dtype == "auto" else ROUNDED_KV
     with ExitStack() as stack:
@@ -75,15 +79,16 @@ def main() -> int:
         if arguments.mla:
             target, draft = write_latent_pair(folder)
             both += ["--model-path", str(target)]
-            flags += ["--speculative-draft-model-path", str(draft)]
+            own += ["--speculative-draft-model-path", str(draft)]
         if names:
             both += with_adapters(folder)
+            own += FULL
         plain = stack.enter_context(without_speculation(*both))
-        own = (*both, *(FULL if names else ()), *flags)
         if arguments.itself:
             served = without_speculation(*both, *flags)
         else:
-            served = running(*ALL_FEATURES, *own, dflash=True, family=arguments.family)
+            ours = (*ALL_FEATURES, *both, *own, *flags)
+            served = running(*ours, dflash=True, family=arguments.family)
         other = stack.enter_context(served)
         wanted = is_served_by_sglang if arguments.plain or arguments.itself else lambda _: True
         urls = plain.url, other.url

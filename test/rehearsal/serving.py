@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from test.checkpoints import draft_config, draft_weights
+from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.reference import Semantics, draft_block
 from test.worker.conftest import facts, prompt
+from test.worker.test_targets import write
 
 SHARED = prompt(900, 36)  # a common prefix of several prompts, a little over two pages
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -48,6 +49,13 @@ def small_draft(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     layers = {"dflash_config": {"target_layer_ids": [0, 1]}, "num_target_layers": 2}
     config = draft_config(**HEADS | layers | {"num_hidden_layers": 1} | changes)
     return config, draft_weights(config)
+
+
+def write_hybrid_pair(folder: Path) -> Path:
+    """A Qwen 3.5 and a draft of it, in `target` and `draft`."""
+    write(folder / "target", "Qwen3_5ForConditionalGeneration")
+    write_draft(folder / "draft", *small_draft(num_target_layers=LAYERS))
+    return folder
 
 
 def engine(folder: Path, backend: str | None, draft: bool = True, **flags: Any) -> InProcess:

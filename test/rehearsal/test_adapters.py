@@ -9,11 +9,11 @@ import pytest
 
 from sglang_dflash import adapters
 from sglang_dflash.options import VERIFY_WIDTH
-from test.checkpoints import LAYERS, write_adapter, write_draft
+from test.adapters import write_adapter
+from test.checkpoints import write_draft
 from test.inprocess import InProcess
-from test.rehearsal.serving import Asked, N, engine, forced, small_draft
+from test.rehearsal.serving import Asked, N, engine, forced, small_draft, write_hybrid_pair
 from test.worker.conftest import facts, prompt
-from test.worker.test_targets import write
 
 FEW = N | {"max_new_tokens": 10}
 ASKED = [("wide", 20), (None, 20), ("narrow", 3), ("head", 33)]
@@ -152,8 +152,7 @@ def test_unused_segments_are_empty(
 @pytest.mark.parametrize("kind", [*KINDS, {"max_mamba_cache_size": 16, "lora_backend": "csgmv"}])
 def test_hybrid_target(tmp_path: Path, kind: dict[str, Any]) -> None:
     """Adapters on full and on linear attention, whose states are those of the accepted tokens."""
-    write(tmp_path / "target", "Qwen3_5ForConditionalGeneration")
-    write_draft(tmp_path / "draft", *small_draft(num_target_layers=LAYERS))
+    write_hybrid_pair(tmp_path)
     for seed, (name, rank) in enumerate([("wide", 16), ("narrow", 4)]):
         write_adapter(tmp_path / name, tmp_path / "target", rank, seed=seed)
     paths = [f"{name}={tmp_path / name}" for name in ("wide", "narrow")]

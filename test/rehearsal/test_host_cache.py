@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
 from sglang.srt.mem_cache import memory_pool_host
 
 from sglang_dflash.options import DRAFT_AHEAD
-from test.checkpoints import write_adapter
+from test.adapters import write_adapter
 from test.inprocess import InProcess
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import mutate

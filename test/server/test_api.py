@@ -292,10 +292,12 @@ def test_a_streamed_stop_string_has_logprobs(openai: OpenAI) -> None:
     ask["stop"] = text[:20]
     whole = openai.chat.completions.create(**ask)
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+    usage: Any = {"include_usage": True, "continuous_usage_stats": True}
     streamed = [
-        token
-        for chunk in openai.chat.completions.create(**ask, stream=True)
+        (token.token, chunk.usage.completion_tokens)
+        for chunk in openai.chat.completions.create(**ask, stream=True, stream_options=usage)
         if chunk.choices and chunk.choices[0].logprobs
         for token in chunk.choices[0].logprobs.content
     ]
-    assert [t.token for t in streamed] == [t.token for t in whole.choices[0].logprobs.content]
+    assert [t for t, _ in streamed] == [t.token for t in whole.choices[0].logprobs.content]
+    assert streamed[-1][1] == whole.usage.completion_tokens

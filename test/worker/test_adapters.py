@@ -15,7 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
-from test.checkpoints import draft_config, draft_weights, write_adapter, write_draft
+from test.adapters import write_adapter
+from test.checkpoints import draft_config, draft_weights, write_draft
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.reference import Semantics, draft_block

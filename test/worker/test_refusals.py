@@ -16,7 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import plugin
 from sglang_dflash.errors import Refusal
 from test import inprocess  # loads the plugin
-from test.checkpoints import draft_config, draft_weights, write_adapter, write_draft
+from test.adapters import write_adapter
+from test.checkpoints import draft_config, draft_weights, write_draft
 
 assert inprocess
 
