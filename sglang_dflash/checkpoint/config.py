@@ -132,6 +132,11 @@ class DFlashConfig:
         return self.draft_width + self.sample_from_anchor
 
     @property
+    def first_drafting(self) -> int:
+        """The first position that predicts a draft. Each one behind it predicts one, too."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
     def family(self) -> str:
         """The method by its paper's name."""
         if self.prefix_gru is not None:

@@ -66,13 +66,12 @@ class Selection(InOrder):
             at = best[:, position].gather(1, at)
             path.append(at)
         steps = torch.cat(path, dim=1)[:, :, None]  # [B, S + 1, 1]
-        drafts = ids.gather(2, steps[:, 1:]).squeeze(2)
-        chosen = torch.cat([anchors, drafts], dim=1)[:, 1 - self._first :].flatten()
+        drafts = ids.gather(2, steps[:, 1:]).flatten()
         if not weigh:
-            return Predicted(chosen, None)
+            return Predicted(drafts, None)
         rows = steps[:, :-1, :, None].expand(-1, -1, -1, self._selector.top_k)
-        weights = scores.gather(2, rows).softmax(dim=3).amax(dim=3).squeeze(2)  # [B, S]
-        return Predicted(chosen, F.pad(weights, (self._first, 0), value=1.0).flatten())
+        weights = scores.gather(2, rows).softmax(dim=3).amax(dim=3)  # [B, S, 1]
+        return Predicted(drafts, weights.flatten())
 
     def _candidates(self, drafting: Tensor) -> Candidates:
         """The candidates of each position, [B, S, k] each.

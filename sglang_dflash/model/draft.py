@@ -220,18 +220,18 @@ class DFlashDraftModel(nn.Module):
         confidence = getattr(self, "confidence_head", None)
         if config.markov is not None:
             return Chain(config, self.markov_head, confidence, vocabulary, width)
-        return Independent(vocabulary, confidence)
+        return Independent(config, confidence, vocabulary, width)
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Predict a token at every block position.
+        """Draft blocks.
 
-        input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [n] int64, or
-        [n, 2] with probabilities (`Predicted.pack`), is returned as `hidden_states`. This is
-        the one field that SGLang's graph runner slices per token and returns unchanged. If the
-        draft is not trained to predict from the anchor, the anchor's entry has no meaning.
+        input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [B * drafts]
+        int64, or [B * drafts, 2] with probabilities (`Predicted.pack`), is returned as
+        `hidden_states`. SGLang's graph runner returns its first n entries unchanged, and there are
+        at most as many drafts as tokens. Those of padded requests come last.
         """
         hidden = self._embed(input_ids)
         residual = None

@@ -19,19 +19,13 @@ class InOrder:
     apart = True
 
     def __init__(self, config: DFlashConfig, vocabulary: Vocabulary, width: int) -> None:
-        """width: positions N that the draft reads at once, the same for every request.
-
-        A fill-in draft predicts nothing at the anchor. There the result repeats the anchor.
-        """
+        """width: positions N that the draft reads at once, the same for every request."""
         self._vocabulary, self._width = vocabulary, width
-        self._first = 0 if config.sample_from_anchor else 1  # position that drafts
+        self._first = config.first_drafting
         self._multiplier, self._cap = config.logit_multiplier, config.logit_cap
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Draft blocks.
-
-        hidden: [n, H] of whole blocks, n = B * N; token_ids: [n] int64 that the draft read.
-        """
+        """As `Predictor.predict`."""
         width = self._width
         size = max(1, TOKEN_CHUNK // width)  # blocks whose logits are alive at once
         states = hidden.view(-1, width, hidden.shape[1]).split(size)
@@ -40,7 +34,7 @@ class InOrder:
         return Predicted.cat(parts)
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """The predictions of B blocks, [B * N].
+        """The drafts of B blocks, [B * drafts].
 
         hidden: [B, N, H]; token_ids: [B, N] int64.
         """

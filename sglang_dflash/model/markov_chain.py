@@ -108,24 +108,24 @@ class Chain(InOrder):
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         markov, vocabulary = self._markov, self._vocabulary
         of_hidden = markov.of_hidden(hidden).unbind(1)
-        logits = self._logits(hidden).unbind(1)
+        drafting = hidden[:, self._first :]
+        logits = self._logits(drafting).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
         token, state = token_ids[:, 0], None  # [B], the anchors
         drafts, rows = [], []
         for position in range(self._width):
             row = w1.index_select(0, token)
             latent, state = markov.latent(row, of_hidden[position], state)
-            draft = Predicted(token, None)
-            if position >= self._first:
-                here = logits[position]
-                draft = vocabulary.biased_largest(
-                    here, latent, w2, weigh and self._confidence is None
-                )
+            if position < self._first:
+                continue  # the head's state advances, and the anchor is also before the first draft
+            here = logits[position - self._first]
+            draft = vocabulary.biased_largest(here, latent, w2, weigh and self._confidence is None)
             token = draft.ids
             drafts.append(draft)
             rows.append(row)
         found = Predicted.of_blocks(drafts)
         if not weigh or self._confidence is None:
             return found
-        confidence = self._confidence(hidden.flatten(0, 1), torch.stack(rows, dim=1).flatten(0, 1))
+        before = torch.stack(rows, dim=1).flatten(0, 1)
+        confidence = self._confidence(drafting.flatten(0, 1), before)
         return Predicted(found.ids, confidence)

@@ -1,4 +1,4 @@
-"""From the hidden states of whole blocks to a token for each position."""
+"""From the hidden states of whole blocks to their drafts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class Predictor(Protocol):
     apart: bool
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """Predict a token at every position of blocks.
+        """Choose the drafts of B blocks, one block after another: [B * drafts].
 
-        hidden: [n, H], final-normed; token_ids: [n] int64, anchors and masks; weigh: compute the
-        probability of each draft, too. If the draft is not trained to predict from the anchor, the
-        anchor's entry has no meaning.
+        hidden: [n, H], final-normed, n = B * width; token_ids: [n] int64, anchors and masks; weigh:
+        compute the probability of each draft, too.
         """
 
 
@@ -51,12 +50,22 @@ class ConfidenceHead(nn.Module):
 class Independent:
     """DFlash: each position is predicted by itself."""
 
-    def __init__(self, vocabulary: Vocabulary, confidence: ConfidenceHead | None) -> None:
+    def __init__(
+        self,
+        config: DFlashConfig,
+        confidence: ConfidenceHead | None,
+        vocabulary: Vocabulary,
+        width: int,
+    ) -> None:
+        """width: positions N that the draft reads at once, the same for every request."""
         self._vocabulary, self._confidence = vocabulary, confidence
+        self._width, self._first = width, config.first_drafting
         self.apart = confidence is not None or vocabulary.whole_head
 
     def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         """As `Predictor.predict`."""
+        blocks = hidden.view(-1, self._width, hidden.shape[1])
+        hidden = blocks[:, self._first :].flatten(0, 1)
         if self._confidence is None or not weigh:
             return self._vocabulary.predict(hidden, weigh)
         ids = self._vocabulary.predict(hidden, weigh=False).ids

@@ -82,14 +82,13 @@ class PrefixChain(InOrder):
         vocabulary.fit_output(correction.get_parameter("2.weight"))
 
     def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """As `InOrder._blocks`. Draft n is entry n + 1, and entry 0 repeats the anchor."""
         vocabulary, hidden = self._vocabulary, hidden[:, self._predicting].contiguous()
         by_hidden, by_state, outer = self._correction.weights()
         of_hidden = F.linear(hidden, by_hidden).unbind(1)  # [B, E] of each draft
         logits = self._logits(hidden).unbind(1)
         token = token_ids[:, 0]  # [B], the anchors
         state = hidden.new_zeros(len(token_ids), self._state_size)
-        drafts = [Predicted(token, None)]
+        drafts = []
         for n in range(self._width - 1):
             state = self._cell(self._embed(token), state)
             if n < self._pure_prefix:

@@ -75,19 +75,10 @@ class Predicted(NamedTuple):
 
     @classmethod
     def of_blocks(cls, positions: list[Predicted]) -> Predicted:
-        """Whole blocks, n = B * N, of the predictions of each position, [B] each.
-
-        A position without a probability gets 1, unless all are without.
-        """
+        """The drafts of B blocks, n = B * M, of those at each of M positions, [B] each."""
         ids = torch.stack([position.ids for position in positions], dim=1).flatten()
         known = [each.probabilities for each in positions if each.probabilities is not None]
-        if not known:
-            return cls(ids, None)
-        certain = torch.ones_like(known[0])
-        given = [
-            certain if each.probabilities is None else each.probabilities for each in positions
-        ]
-        return cls(ids, torch.stack(given, dim=1).flatten())
+        return cls(ids, torch.stack(known, dim=1).flatten() if known else None)
 
     def pack(self) -> Tensor:
         """The ids, [n] int64, or with probabilities [n, 2] int64: the id and p * CERTAIN."""

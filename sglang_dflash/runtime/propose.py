@@ -31,7 +31,6 @@ class Drafter:
         self._mask_token_id = draft.mask_token_id
         # A draft that predicts from the anchor reads one position fewer than the target verifies.
         self._draft_width = block_size - draft.sample_from_anchor
-        self._first_draft = 0 if draft.sample_from_anchor else 1
 
     def propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -45,7 +44,7 @@ class Drafter:
         rows = batch.req_pool_indices
         given = anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
         token_ids, positions, slots = self._kernels.next_block(*given)
-        predicted = self._forward(
+        drafts = self._forward(
             DFlashBlock(
                 token_ids[:, : self._draft_width],
                 positions[:, : self._draft_width],
@@ -56,7 +55,7 @@ class Drafter:
             seq_lens,
             seq_lens_cpu,
         )
-        drafts, probabilities = predicted[:, self._first_draft :], None
+        probabilities = None
         if self._runner.model.weigh:
             drafts, weights = drafts.unbind(2)
             probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is not an int64
@@ -67,12 +66,13 @@ class Drafter:
     def _forward(
         self, masked: DFlashBlock, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> Tensor:
-        """Run the draft. Returns ids, [B, draft width] int64, or [.., 2] with probabilities."""
+        """Run the draft. Returns drafts, [B, N-1] int64, or [B, N-1, 2] with probabilities."""
         if self._window is not None:
             seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
         forward = masked.forward_batch(rows, seq_lens, seq_lens_cpu)
-        output = self._runner.forward(forward).logits_output
-        return masked.unflatten(output.hidden_states)
+        packed: Tensor = self._runner.forward(forward).logits_output.hidden_states
+        requests, drafts = len(rows), self._block_size - 1
+        return packed[: requests * drafts].view(requests, drafts, *packed.shape[1:])
 
     def dry_run(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
         """Run the draft's forward on dummy slots, to time it."""

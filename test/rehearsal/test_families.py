@@ -186,7 +186,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
 CHAIN = "model.markov_chain:Chain._blocks"
 MUTATIONS = [
     (CHAIN, "token = draft.ids", "token = token"),
-    (CHAIN, "logits[position]", "logits[0]"),
+    (CHAIN, "logits[position - self._first]", "logits[0]"),
     ("kernels.biased_argmax:launch_biased_largest", "logits.stride(0),", "latent.stride(0),"),
 ]
 
