@@ -79,6 +79,17 @@ def own_widths(survival: Array, seconds: Array) -> Array:
     return best + 1
 
 
+def without_outliers(seconds: Array) -> Array:
+    """Times of forwards, at most those of larger forwards. [batches, kinds], both ascending.
+
+    A slow moment can only lengthen a time. A forward takes no longer than one of more requests or
+    of more positions, so that one's time is a bound. The first kind is a draft, and has no width.
+    """
+    bounded = np.minimum.accumulate(seconds[::-1], axis=0)[::-1].copy()
+    bounded[:, 1:] = np.minimum.accumulate(bounded[:, :0:-1], axis=1)[:, ::-1]
+    return bounded
+
+
 class StepTimes:
     """Seconds of a step by batch size and verify width, interpolated between measured widths."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.core.throughput import StepTimes
+from sglang_dflash.core.throughput import Array, StepTimes, without_outliers
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.runtime.block import DFlashBlock
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MOST_MEASURED = 64  # requests
 REPEATS = 3
+MOST_SECONDS = 5
 CONTEXT = 256  # tokens before each block
 
 
@@ -48,22 +49,40 @@ class StepTimer:
 
     @torch.no_grad()
     def measure(self, widths: Sequence[int]) -> StepTimes:
-        """Seconds of a step by batch size and verify width, equal on all ranks."""
+        """Seconds of a step by batch size and verify width, equal on all ranks.
+
+        Of several times of a forward, the shortest counts. When MOST_SECONDS are over, the largest
+        batches may not have been measured.
+        """
+        logger.info("DFLASH: step times are measured now, in about %d s at most.", MOST_SECONDS)
         batches = [2**i for i in range(self._most.bit_length()) if 2**i < self._most]
         batches.append(self._most)
         grid = sorted({1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else set(widths))
-        drafts = dict.fromkeys(batches, math.inf)
-        verifies = dict.fromkeys(itertools.product(batches, grid), math.inf)
-        for _ in range(REPEATS):  # in turn, so that a slow moment does not hit only one width
-            for batch in batches:
-                drafts[batch] = min(drafts[batch], self._seconds(self._draft, batch))
-            for batch, width in verifies:
-                seconds = self._seconds(self._verify, batch, width)
-                verifies[batch, width] = min(verifies[batch, width], seconds)
-        drafts, verifies = get_tp_group().broadcast_object((drafts, verifies), src=0)
-        logger.info("DFLASH: seconds of a draft: %s, of a verify: %s", drafts, verifies)
-        steps = {key: drafts[key[0]] + seconds for key, seconds in verifies.items()}
+        measured: dict[int, Array] = {}  # by batch size: a draft, then a verify of each width
+        started = time.monotonic()
+        # In turn, so that a slow moment does not hit only one forward.
+        for batch in batches * REPEATS:
+            if measured and self._rank_0(time.monotonic() - started > MOST_SECONDS):
+                break
+            seconds = [self._seconds(self._draft, batch)]
+            seconds += [self._seconds(self._verify, batch, width) for width in grid]
+            measured[batch] = np.minimum(seconds, measured.get(batch, np.inf))
+        table = self._rank_0(without_outliers(np.stack(list(measured.values()))))
+        logger.info(
+            "DFLASH: step times in ms, measured in %.1f s:\n%s",
+            time.monotonic() - started,
+            _shown(list(measured), grid, table),
+        )
+        steps = {
+            (batch, width): float(draft + verify)
+            for batch, (draft, *verifies) in zip(measured, table, strict=True)
+            for width, verify in zip(grid, verifies, strict=True)
+        }
         return StepTimes(steps, widths)
+
+    def _rank_0(self, value: Any) -> Any:
+        """The value of the first rank. All ranks run the same forwards, and choose by them."""
+        return get_tp_group().broadcast_object(value, src=0)
 
     def _seconds(self, forward: Callable[..., None], *given: int) -> float:
         started = time.perf_counter()
@@ -88,3 +107,12 @@ class StepTimer:
         seq_lens_cpu = torch.full((batch,), self._length)
         rows = torch.arange(batch, device=self._runner.device)
         return rows, seq_lens_cpu.to(rows.device), seq_lens_cpu
+
+
+def _shown(batches: Sequence[int], widths: Sequence[int], seconds: Array) -> str:
+    """A table of times in ms. seconds: [batches, 1 + widths], the draft first."""
+    head = ["requests", "draft", *(f"verify {width}" for width in widths)]
+    lines = [head]
+    for batch, times in zip(batches, seconds * 1000, strict=True):
+        lines.append([str(batch), *(f"{each:.1f}" for each in times)])
+    return "\n".join("".join(cell.rjust(10) for cell in line) for line in lines)

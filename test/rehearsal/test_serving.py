@@ -34,8 +34,17 @@ def asked(small: Path) -> dict[str, Asked]:
     return answer(small, all_kinds())
 
 
-@pytest.mark.parametrize(("page", "ahead"), [(1, "on"), (16, "off")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "page", "ahead"),
+    [
+        ("fa3", 1, "on"),
+        ("fa3", 16, "off"),
+        pytest.param("flashinfer", 1, "on", marks=pytest.mark.full),
+        ("flashinfer", 16, "off"),
+        ("triton", 1, "on"),
+        pytest.param("triton", 16, "off", marks=pytest.mark.full),
+    ],
+)
 def test_all_kinds_of_requests(
     small: Path,
     asked: dict[str, Asked],

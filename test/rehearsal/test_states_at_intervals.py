@@ -35,16 +35,19 @@ TURNS = [
     (16, 4, 0),  # one that begins on one
     (70, 2, 64),  # a prefill stores the state behind its last whole chunk of 64
 ]
+FEW = [TURNS[1], TURNS[4]]
 TURNS_OF_16 = [(28, 4, 0), (28, 5, 32), (28, 6, 32), (32, 4, 0), (70, 2, 64)]
 
 
-def turns_at_intervals(pair: Path, page: int = 1) -> None:
+def turns_at_intervals(
+    pair: Path, page: int = 1, turns: list[tuple[int, int, int]] = TURNS
+) -> None:
     """Second turns continue from the last multiple that their first turn passed.
 
     All drafts are right, so a first turn at full width is one block, and ends inside its accepted
     drafts.
     """
-    turns, interval = (TURNS, 8) if page == 1 else (TURNS_OF_16, 16)
+    interval = 8 if page == 1 else 16
     prompts = [prompt(980 + i, length) for i, (length, _, _) in enumerate(turns)]
     whole = answer(pair, {str(i): Asked(ids, N) for i, ids in enumerate(prompts)})
     flags = AT_INTERVALS | {"mamba_track_interval": interval, "page_size": page}
@@ -68,20 +71,29 @@ def turns_at_intervals(pair: Path, page: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "width"),
+    ("page", "width", "turns"),
     [
-        (1, "full"),
+        (1, "full", FEW),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in [(16, "full"), (1, "3"), (16, "auto")]
+            for case in [
+                (1, "full", TURNS),
+                (16, "full", TURNS_OF_16),
+                (1, "3", TURNS),
+                (16, "auto", TURNS_OF_16),
+            ]
         ),
     ],
 )
 def test_turns_at_intervals(
-    pair: Path, monkeypatch: pytest.MonkeyPatch, page: int, width: str
+    pair: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+    width: str,
+    turns: list[tuple[int, int, int]],
 ) -> None:
     monkeypatch.setenv(VERIFY_WIDTH, width)
-    turns_at_intervals(pair, page)
+    turns_at_intervals(pair, page, turns)
 
 
 @pytest.mark.full

@@ -259,7 +259,7 @@ class Demo:
             self.family.update(psutil.Process(self.process.pid).children(recursive=True))
             if until is not None and len(self.family) >= until:
                 return
-            time.sleep(0.05)
+            time.sleep(0.05 if until else 0.5)  # a look takes a while, too
 
     @property
     def leftover(self) -> list[psutil.Process]:

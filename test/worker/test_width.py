@@ -17,12 +17,20 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_width, own_widths
+from sglang_dflash.core.throughput import (
+    Array,
+    StepTimes,
+    Survival,
+    common_width,
+    own_widths,
+    without_outliers,
+)
 from sglang_dflash.errors import Refusal
 from sglang_dflash.hooks import meta_info
 from sglang_dflash.model.vocabulary import Predicted
 from sglang_dflash.options import DRAFT_AHEAD, Options
 from sglang_dflash.options import VERIFY_WIDTH as VARIABLE
+from sglang_dflash.runtime import step_times
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.metrics import AcceptanceHistogram
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
@@ -295,6 +303,36 @@ def test_times_between_measured_points() -> None:
     times = StepTimes(measured, (2, 3, 4))
     assert times.at(1).tolist() == [math.inf, 1.0, 2.0, 3.0]
     assert times.at(3).tolist() == times.at(5).tolist() == [math.inf, 5.0, 6.0, 7.0]
+
+
+def test_slow_moments_do_not_count() -> None:
+    """A forward takes no longer than a larger one: of more requests, or of more positions."""
+    quiet = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0], [3.0, 6.0, 9.0, 12.0]])
+    assert (without_outliers(quiet) == quiet).all()
+    busy = quiet.copy()
+    busy[0, 1], busy[1, 2], busy[1, 0] = 50.0, 60.0, 70.0
+    expected = quiet.copy()
+    expected[0, 1], expected[1, 2], expected[1, 0] = 3.0, 8.0, 3.0
+    assert (without_outliers(busy) == expected).all()
+
+
+def test_measuring_ends_in_time(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Small batches are measured first. Larger ones take the times of the largest measured."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    monkeypatch.setattr(step_times, "MOST_SECONDS", 0)
+    with InProcess(target, draft, max_running_requests=8, log_level="info") as engine:
+        times = engine.worker.verify_width._step_times
+        assert times.at(8).tolist() == times.at(1).tolist()
+    lines = capfd.readouterr().err.splitlines()
+    [head] = [
+        i
+        for i, line in enumerate(lines)
+        if line.endswith("draft  verify 1  verify 2  verify 4  verify 8")
+    ]
+    assert lines[head + 1].split()[0] == "1"
+    assert lines[head + 2].startswith("[")  # the next record
 
 
 def test_only_widths_on_offer_are_chosen() -> None:
