@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.core.reservation import GRAIN, ceil_align, longest
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.host_cache import check_host_cache
 from sglang_dflash.hybrid_targets import check_states_are_replayed, keeps_gdn_states
 from sglang_dflash.platforms import platform_of, verify_backend
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
+SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
@@ -268,3 +271,18 @@ def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
             "prefill each other's adapters.",
             "Give --lora-target-modules without lm_head.",
         )
+
+
+def check_pool(tokens: int, reserved: int, page_size: int) -> int:
+    """The longest request for which a KV pool of this size has room; raises `Refusal`.
+
+    reserved: tokens that a step needs behind the committed ones.
+    """
+    room = longest(tokens, reserved, page_size)
+    if room < SHORTEST_REQUEST:
+        needed = ceil_align(SHORTEST_REQUEST + reserved, math.lcm(GRAIN, page_size))
+        raise Refusal(
+            f"A KV pool of {tokens} tokens has no room for one request and its block.",
+            f"Give --max-total-tokens {needed} or more, or leave more memory for it.",
+        )
+    return room

@@ -1,5 +1,7 @@
 """The error that a user can correct."""
 
+# SGLang's own DFLASH serves some things that were not compared with this package.
+BUILT_IN = "Or set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
 
 

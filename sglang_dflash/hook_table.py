@@ -124,8 +124,27 @@ DFLASH_HOOKS = (
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
-        "hooks:meta_info",
+        "reports:meta_info",
         "SGLang has no field for acceptance by block position",
+    ),
+    Hook(
+        "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.__post_init__",
+        "AFTER",
+        "reports:count_steps",
+        "the labels of Prometheus are known only there",
+    ),
+    Hook(
+        "managers.scheduler_components.metrics_reporter"
+        ".SchedulerMetricsReporter.report_decode_stats",
+        "AROUND",
+        "reports:verified_drafts",
+        "SGLang's accept rate assumes that blocks are verified whole",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.get_init_info",
+        "AFTER",
+        "reports:describe",
+        "/server_info shows the server arguments, but not what the plugin made of them",
     ),
     Hook(
         "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",

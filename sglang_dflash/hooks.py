@@ -18,7 +18,6 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import logits_processor
-from sglang_dflash.runtime.metrics import AcceptanceHistogram
 
 
 def validate_request(req: Any) -> str | None:
@@ -156,29 +155,6 @@ def token_ids_logprobs(
     if get_global_server_args().speculative_algorithm == "DFLASH":
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
     return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
-
-
-def meta_info(
-    _: None, tokenizer_manager: Any, meta_info: dict[str, Any], recv_obj: Any, index: int
-) -> None:
-    """AFTER `TokenizerManager._calculate_spec_decoding_metrics`: accepted drafts by position.
-
-    Entry p - 1 counts the steps that accepted the draft at block position p.
-    """
-    histogram = meta_info.get("spec_correct_drafts_histogram")
-    if not isinstance(histogram, AcceptanceHistogram):
-        return
-    # JSON cannot represent `AcceptanceHistogram`.
-    meta_info["spec_correct_drafts_histogram"] = counts = list(histogram)
-    meta_info["spec_accept_histogram"] = counts
-    verified = histogram.num_verified
-    meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
-    # It is 0 if every step verified only the anchor.
-    meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
-    block_size = tokenizer_manager.server_args.speculative_num_draft_tokens
-    meta_info["spec_accepted_per_position"] = [
-        sum(counts[position:]) for position in range(1, block_size)
-    ]
 
 
 def streamed_logprobs(

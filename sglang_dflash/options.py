@@ -19,11 +19,15 @@ VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
 
 
+given_flags: list[str] = []  # of this process's command line
+
+
 class _ToEnvironment(argparse.Action):
     """Set the environment variable that `const` names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         os.environ[self.const] = values
+        given_flags.append(self.option_strings[0])
 
 
 def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
@@ -75,6 +79,14 @@ class Options:
                 "Give on or off.",
             )
         return cls(block_size, _verify_widths(widths, block_size, platform), ahead == "on")
+
+    @property
+    def shown_width(self) -> str:
+        """The verify width as the flag gives it."""
+        if len(self.verify_widths) > 1:
+            return "auto"
+        [width] = self.verify_widths
+        return "full" if width == self.block_size else str(width)
 
     @property
     def reserved_tokens(self) -> int:

@@ -17,6 +17,7 @@ class Platform:
     attention_backends: tuple[str, ...]  # for draft and verify; refusals suggest the first
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
+    queues_work: bool  # a call returns before the device has done it
     unequal_widths: bool  # attention serves any verify width, and a different one per request
     quantised_weights: bool
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
@@ -34,6 +35,7 @@ PLATFORMS = {
         attention_backends=("triton", "fa3", "flashinfer"),
         verify_width="full",
         draft_ahead="on",
+        queues_work=True,
         unequal_widths=False,
         quantised_weights=True,
         gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
@@ -48,6 +50,7 @@ PLATFORMS = {
         attention_backends=("torch_native",),
         verify_width="auto",
         draft_ahead="off",  # a CPU has nothing to overlap
+        queues_work=False,
         unequal_widths=True,
         quantised_weights=False,
         gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),

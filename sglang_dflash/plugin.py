@@ -81,9 +81,9 @@ def _guard_dflash() -> None:
     def guarded_handle(server_args: Any) -> None:
         if (server_args.speculative_algorithm or "").upper() == "DFLASH":
             _refuse_if_incomplete()
-            from sglang_dflash.server_args import draft_config
+        from sglang_dflash.server_args import check_first
 
-            draft_config(server_args)  # before SGLang tries to read the draft in its own way
+        check_first(server_args)
         handle(server_args)
 
     SpeculativeAlgorithm.create_worker = guarded_create

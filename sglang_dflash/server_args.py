@@ -8,13 +8,13 @@ from pathlib import Path
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import compatibility
+from sglang_dflash import compatibility, options
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint import hub, load, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.tensors import Tensors
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import BUILT_IN, Refusal
 from sglang_dflash.options import Options
 from sglang_dflash.platforms import platform_of
 
@@ -86,6 +86,38 @@ def adopt_speculators(server_args: ServerArgs) -> None:
         raise Refusal(f"The target {target} does not exist.", "Give the path of a target.")
 
 
+def check_first(server_args: ServerArgs) -> None:
+    """Refuse what SGLang would read in its own way before `handle_dflash` is called.
+
+    For a server of any algorithm: flags of a draft have no effect without one.
+    """
+    algorithm = server_args.speculative_algorithm
+    if algorithm is None:
+        _refuse_flags_of_a_draft(server_args)
+    elif algorithm.upper() == "DFLASH":
+        window = server_args.speculative_draft_window_size
+        if window is not None and window < 1:
+            raise Refusal(
+                f"--speculative-draft-window-size {window} is not possible.",
+                "Give a number of tokens, at least the block size.",
+            )
+        draft_config(server_args)
+
+
+def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
+    given = list(options.given_flags)
+    if server_args.speculative_draft_model_path is not None:
+        given.append("--speculative-draft-model-path")
+    if server_args.speculative_dflash_block_size is not None:
+        given.append("--speculative-dflash-block-size")
+    if given:
+        raise Refusal(
+            f"Nothing is drafted without --speculative-algorithm, but {' and '.join(given)} "
+            f"{'is' if len(given) == 1 else 'are'} given.",
+            "Add --speculative-algorithm DFLASH, or leave out the other flags.",
+        )
+
+
 def handle_dflash(server_args: ServerArgs) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
     compatibility.check_flags(server_args)
@@ -96,9 +128,12 @@ def handle_dflash(server_args: ServerArgs) -> None:
     compatibility.check_target(server_args, draft)
     compatibility.check_draft(server_args, draft, tensors)
     server_args.speculative_draft_model_quantization = draft.quantization_method
-    options = Options.read(server_args)  # refuses before any process starts
+    chosen = Options.read(server_args)  # refuses before any process starts
+    if server_args.max_total_tokens is not None:
+        page_size = server_args.page_size or 1
+        compatibility.check_pool(server_args.max_total_tokens, chosen.reserved_tokens, page_size)
     if has_adapters(server_args):
-        [width] = options.verify_widths
+        [width] = chosen.verify_widths
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
     _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
@@ -169,14 +204,14 @@ def _draft_backend(server_args: ServerArgs) -> str:
         raise Refusal(
             f"DFLASH verifies with the attention backends {', '.join(able)}, not "
             f"{', '.join(unable)}{': ' if reasons else ''}{reasons}.",
-            f"Give --attention-backend {able[0]}.",
+            f"Give --attention-backend {able[0]}. {BUILT_IN}",
         )
     chosen = server_args.speculative_draft_attention_backend
     if chosen is None:
         _, chosen = server_args.get_attention_backends()
     if chosen not in able:
         raise Refusal(
-            f"The draft needs non-causal attention, which {chosen} does not support.",
-            f"Give --speculative-draft-attention-backend {' or '.join(able)}.",
+            f"The draft is served with the attention backends {', '.join(able)}, not {chosen}.",
+            f"Give --speculative-draft-attention-backend {' or '.join(able)}. {BUILT_IN}",
         )
     return str(chosen)

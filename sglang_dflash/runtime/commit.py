@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.runtime.logit_rules import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
-from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepCounters
+from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepObserver
 from sglang_dflash.runtime.recurrent_states import TargetStates
 from sglang_dflash.runtime.verify import Verified
 
@@ -30,8 +30,8 @@ class Committed:
 
 
 class Committer:
-    def __init__(self, states: TargetStates, counters: StepCounters | None) -> None:
-        self._states, self._counters = states, counters
+    def __init__(self, states: TargetStates, observers: list[StepObserver]) -> None:
+        self._states, self.observers = states, observers
 
     def commit(
         self, batch: ScheduleBatch, verified: Verified, packed: Tensor
@@ -42,18 +42,19 @@ class Committer:
             num_committed = verified.accepted.num_accepted + 1
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, num_committed)
-        committed = self._commit_requests(batch, packed.tolist(), block.lens)
+        widths = block.lens
+        committed = self._commit_requests(batch, packed.tolist(), widths)
         tokens = [each.tokens for each in committed]
         accepted = [each.num_accepted for each in committed]
         counts = [len(taken) for taken in tokens]
         lens = [req.kv_committed_len for req in batch.reqs]
         self._states.commit(batch.req_pool_indices, counts, lens)
-        if self._counters is not None:
-            self._counters.observe(accepted)
+        for observer in self.observers:
+            observer.observe(widths, accepted)
         if batch.return_logprob:
-            append_committed(batch, output.next_token_logits.split(block.lens), tokens)
+            append_committed(batch, output.next_token_logits.split(widths), tokens)
         if batch.return_hidden_states:
-            _append_hidden_states(batch, output.hidden_states.split(block.lens), tokens)
+            _append_hidden_states(batch, output.hidden_states.split(widths), tokens)
         _advance(batch, verified.accepted, lens)
         output.hidden_states = None
         result = verified.result

@@ -1,32 +1,129 @@
-"""Acceptance counts beside SGLang's own: per request, and per server for Prometheus."""
+"""Acceptance, as a server counts it. Everything divides by the drafts that were verified.
+
+A step of a request drafts N - 1 tokens, verifies w - 1 of them and accepts some of these.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+WATCHED_STEPS = 1000  # of requests, over which the accept length is judged
+LOW_ACCEPT_LENGTH = 1.3  # tokens a step; no draft of a matching pair is known to stay below
+
+
+class StepObserver(Protocol):
+    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
+        """See a step: the verify width, and the number of accepted drafts, of each request."""
 
 
 class AcceptanceHistogram(list[int]):
     """SGLang's histogram of a request, and the drafts that were verified for it.
 
     Entry n counts the steps that accepted n drafts. It travels from the scheduler to the tokenizer
-    process, where `hooks.meta_info` reads it. SGLang itself assumes that blocks are verified whole.
+    process, where `reports.meta_info` reads it. SGLang itself assumes that blocks are verified
+    whole.
     """
 
     num_verified = 0
 
 
-class StepCounters:
-    """Prometheus counters: verify steps, and accepted drafts by block position."""
+class MeanWidth:
+    """The mean verify width since it was asked for last."""
+
+    def __init__(self) -> None:
+        self._steps = self._positions = 0
+
+    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
+        self._steps += len(widths)
+        self._positions += sum(widths)
+
+    def take(self) -> float:
+        """Positions of a step, and begin anew. 1 if there was no step."""
+        mean = self._positions / self._steps if self._steps else 1.0
+        self._steps = self._positions = 0
+        return mean
+
+
+class LowAcceptance:
+    """Warns if hardly any draft is accepted, once until acceptance is better."""
 
     def __init__(self, block_size: int) -> None:
-        from prometheus_client import Counter  # after SGLang has set its multiprocess directory
+        self._block_size = block_size
+        self._steps = self._accepted = 0
+        self._is_low = False
 
-        self._steps = Counter("sglang:spec_verify_steps", "Verify steps, counted per request.")
-        by_position = Counter(
-            "sglang:spec_accepted_tokens_per_position", "Accepted drafts by position.", ["position"]
+    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
+        self._steps += len(widths)
+        self._accepted += sum(accepted)
+        if self._steps < WATCHED_STEPS:
+            return
+        length = 1 + self._accepted / self._steps
+        was_low, self._is_low = self._is_low, length < LOW_ACCEPT_LENGTH
+        self._steps = self._accepted = 0
+        if self._is_low and not was_low:
+            logger.warning(
+                "DFLASH: acceptance is low. The last %d steps committed %.2f tokens each, and a "
+                "block of this draft holds %d. Answers are right, but slow. Check with "
+                "`sglang-dflash inspect` that the draft belongs to this target. Check that "
+                "requests use the chat template and the thinking mode that the draft was trained "
+                "with. See docs/operating.md.",
+                WATCHED_STEPS,
+                length,
+                self._block_size,
+            )
+
+
+class StepMetrics:
+    """Prometheus: counters by block position, histograms of steps and of their parts."""
+
+    def __init__(self, block_size: int, labels: dict[str, Any]) -> None:
+        """labels: SGLang's own, with their values."""
+        from prometheus_client import Counter, Histogram  # SGLang first sets their directory
+
+        names, values = list(labels), list(labels.values())
+
+        def by_position(what: str) -> list[Counter]:
+            name = f"sglang:spec_{what}_tokens_per_position"
+            text = f"Draft tokens that were {what}, by block position."
+            counter = Counter(name, text, [*names, "position"])
+            return [counter.labels(*values, str(p)) for p in range(1, block_size)]
+
+        def counted(name: str, text: str) -> Counter:
+            return Counter(f"sglang:{name}", text, names).labels(*values)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"sglang:{name}", text, names, buckets=buckets).labels(*values)
+
+        self._steps = counted("spec_verify_steps", "Verify steps, counted per request.")
+        self._cut = counted("spec_cut_tokens", "Draft tokens that were not verified.")
+        self._drafted = by_position("drafted")
+        self._verified = by_position("verified")
+        self._accepted = by_position("accepted")
+        sizes = range(1, block_size + 1)
+        self._lengths = histogram(
+            "spec_accept_length_tokens", "Tokens that a step commits, per request.", sizes
         )
-        self._positions = [by_position.labels(str(p)) for p in range(1, block_size)]
+        self._widths = histogram(
+            "spec_verify_width_tokens", "Positions that a step verifies, per request.", sizes
+        )
+        times = [0.0005 * 2**i for i in range(13)]  # 0.5 ms to 2 s
+        self.seconds = {
+            part: histogram(f"spec_{part}_seconds", f"Time to {part} the blocks of a batch.", times)
+            for part in ("draft", "verify", "commit")
+        }
 
-    def observe(self, accepted: list[int]) -> None:
-        """accepted: drafts that each request of a step took."""
-        self._steps.inc(len(accepted))
-        for position, counter in enumerate(self._positions, start=1):
-            counter.inc(sum(a >= position for a in accepted))
+    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
+        drafts = len(self._drafted)
+        self._steps.inc(len(widths))
+        self._cut.inc(sum(drafts + 1 - width for width in widths))
+        for position in range(1, drafts + 1):
+            self._drafted[position - 1].inc(len(widths))
+            self._verified[position - 1].inc(sum(width > position for width in widths))
+            self._accepted[position - 1].inc(sum(number >= position for number in accepted))
+        for width, number in zip(widths, accepted, strict=True):
+            self._widths.observe(width)
+            self._lengths.observe(number + 1)

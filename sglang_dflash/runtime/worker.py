@@ -12,8 +12,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
-from sglang_dflash.compatibility import check_loaded_adapters
-from sglang_dflash.core.reservation import longest
+from sglang_dflash.compatibility import check_loaded_adapters, check_pool
 from sglang_dflash.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
@@ -22,7 +21,8 @@ from sglang_dflash.platforms import platform_of, verify_backend
 from sglang_dflash.runtime.commit import Committer
 from sglang_dflash.runtime.draft_ahead import DraftAhead, DraftLater, NextDraft
 from sglang_dflash.runtime.draft_window import DraftWindow
-from sglang_dflash.runtime.metrics import StepCounters
+from sglang_dflash.runtime.metrics import LowAcceptance, MeanWidth, StepMetrics, StepObserver
+from sglang_dflash.runtime.part_times import time_on_device, time_on_host
 from sglang_dflash.runtime.prefill import Prefill
 from sglang_dflash.runtime.propose import Drafter
 from sglang_dflash.runtime.recurrent_states import states_of
@@ -56,9 +56,11 @@ class DFlashWorker:
         self._make_draft(place)
         self._make_step()
         reports = place["tp_rank"] == 0
-        counted = reports and server_args.enable_metrics
-        counters = StepCounters(server_args.speculative_num_draft_tokens) if counted else None
-        self.committer = Committer(self._states, counters)
+        self.mean_width = MeanWidth()
+        observers: list[StepObserver] = [self.mean_width]
+        if reports:
+            observers.append(LowAcceptance(server_args.speculative_num_draft_tokens))
+        self.committer = Committer(self._states, observers)
         _keep_block_in_pool(target_worker, self._options.reserved_tokens)
         if reports:
             self._log_draft()
@@ -185,27 +187,52 @@ class DFlashWorker:
             self._graphs.capture()
         return done
 
+    def count_steps(self, labels: dict[str, Any]) -> None:
+        """Count steps and time their parts for Prometheus. labels: SGLang's, with their values."""
+        metrics = StepMetrics(self.server_args.speculative_num_draft_tokens, labels)
+        self.committer.observers.append(metrics)
+        queued = platform_of(self.server_args).queues_work
+        time_forward = time_on_device if queued else time_on_host
+        time_forward(self.drafter, "propose", metrics.seconds["draft"].observe)
+        time_forward(self.verifier, "verify", metrics.seconds["verify"].observe)
+        time_on_host(self.committer, "commit", metrics.seconds["commit"].observe)
+
+    def description(self) -> dict[str, Any]:
+        """The draft and how it is served, for the log and `/server_info`."""
+        args, draft, options = self.server_args, self.draft_model_runner.model.dflash, self._options
+        target = "/".join(sorted(set(args.get_attention_backends())))
+        own = self.draft_model_runner.server_args.attention_backend
+        return {
+            "version": __version__,
+            "draft": args.speculative_draft_model_path,
+            "family": draft.family,
+            "format": draft.format,
+            "block_size": options.block_size,
+            "verify_width": options.shown_width,
+            "draft_ahead": "on" if options.draft_ahead else "off",
+            "layers": draft.num_layers,
+            "target_layer_ids": list(draft.target_layer_ids),
+            "target_attention": target,
+            "draft_attention": own,
+            "tp": args.tp_size,
+        }
+
     def _log_draft(self) -> None:
-        args, draft = self.server_args, self.draft_model_runner.model.dflash
+        draft = self.draft_model_runner.model.dflash
         if draft.convolution is not None and self.model_runner.dtype == torch.float16:
             logger.warning(
                 "DFLASH: a DFlash 2 draft can overflow in float16, and then few drafts are "
                 "accepted. Give --dtype bfloat16."
             )
-        target = "/".join(sorted(set(args.get_attention_backends())))
-        own = self.draft_model_runner.server_args.attention_backend
-        logger.info(
-            f"sglang-dflash {__version__}: draft={args.speculative_draft_model_path} "
-            f"family={draft.family} format={draft.format} "
-            f"block_size={args.speculative_num_draft_tokens} "
-            f"layers={draft.num_layers} target_layer_ids={list(draft.target_layer_ids)} "
-            f"attention(target={target}, draft={own}) tp={args.tp_size}"
-        )
+        described = self.description()
+        version = described.pop("version")
+        fields = " ".join(f"{name}={value}" for name, value in described.items())
+        logger.info("sglang-dflash %s: %s", version, fields)
 
 
 def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
     """Bound request lengths so that the slots reserved for the longest one fit the KV pool."""
-    room = longest(target.max_total_num_tokens, reserved, target.server_args.page_size)
+    room = check_pool(target.max_total_num_tokens, reserved, target.server_args.page_size)
     if room < target.max_req_len:
         logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
         target.max_req_len, target.max_req_input_len = room, room - 5

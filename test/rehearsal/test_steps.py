@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from sglang_dflash.options import DRAFT_AHEAD
 from test.inprocess import InProcess
@@ -56,6 +57,27 @@ def test_the_host_waits_once(
             assert (replays, waits) == (2, [OURS])
     if ahead == "on":  # the default
         assert table()[backend, page] == (launches, copies, len(waits))
+
+
+def test_counting_waits_for_nothing(small: Path) -> None:
+    """Parts are timed by events on the device, which are read when they are over."""
+    with engine(small, "fa3", cuda_graph_bs=[4]) as run:
+        run.worker.count_steps({"model_name": "small"})
+        steady(run)
+        for _ in range(2):
+            *_, waits = watched_step(run)
+            assert waits == [OURS]
+
+    def value(name: str) -> float:
+        found = REGISTRY.get_sample_value(f"sglang:spec_{name}", {"model_name": "small"})
+        assert found is not None
+        return found
+
+    assert value("commit_seconds_count") == 6  # steps
+    for part in ("draft", "verify"):
+        assert value(f"{part}_seconds_count") >= 5  # the last one is read later
+        # A simulated event lasts 1 ms.
+        assert value(f"{part}_seconds_sum") == pytest.approx(value(f"{part}_seconds_count") / 1e3)
 
 
 def table() -> dict[tuple[str, int], tuple[int, ...]]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import requests
 from openai import BadRequestError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from scipy.stats import chisquare
 from tokenizers import Tokenizer
 
@@ -30,27 +32,62 @@ def openai(server: Client) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
+def scraped(server: Client) -> dict[str, list[Sample]]:
+    """The samples of a server's metrics, by name."""
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
+
+
+def by_position(samples: dict[str, list[Sample]], what: str) -> list[float]:
+    found = {
+        int(sample.labels["position"]): sample.value
+        for sample in samples.get(f"sglang:spec_{what}_tokens_per_position_total", [])
+    }
+    return [found.get(position, 0.0) for position in range(1, 16)]
+
+
+def total(samples: dict[str, list[Sample]], name: str) -> float:
+    return sum(sample.value for sample in samples.get(f"sglang:{name}", []))
+
+
 @on(TWO_RANKS)
 def test_counters_and_metrics(server: Client) -> None:
-    """meta_info and Prometheus agree with each other and with the text."""
-
-    def totals() -> tuple[dict[str, float], float]:
-        lines = requests.get(f"{server.url}/metrics").text.splitlines()
-        by_position = {
-            line.split('position="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.startswith("sglang:spec_accepted_tokens_per_position_total{")
-        }
-        steps = [line for line in lines if line.startswith("sglang:spec_verify_steps_total")]
-        return by_position, sum(float(line.rsplit(" ", 1)[1]) for line in steps)
-
-    positions, steps = totals()
+    """meta_info and Prometheus agree with each other, with SGLang's counts and with the text."""
+    before = scraped(server)
     metas = [server.generate(chat(e.prompt), max_new_tokens=70)["meta_info"] for e in WORD]
-    after, steps_after = totals()
-    assert steps_after - steps == sum(meta["spec_verify_ct"] for meta in metas)
-    for p in range(1, 16):
-        counted = sum(meta["spec_accepted_per_position"][p - 1] for meta in metas)
-        assert after.get(str(p), 0) - positions.get(str(p), 0) == counted
+    after = scraped(server)
+
+    def added(name: str) -> float:
+        return total(after, name) - total(before, name)
+
+    def at(what: str) -> list[float]:
+        pairs = zip(by_position(after, what), by_position(before, what), strict=True)
+        return [later - earlier for later, earlier in pairs]
+
+    steps = sum(meta["spec_verify_ct"] for meta in metas)
+    assert added("spec_verify_steps_total") == added("spec_verify_calls_total") == steps
+    # Nothing else was asked of this server, or all of it has ended.
+    assert total(after, "spec_verify_steps_total") == total(after, "spec_verify_calls_total")
+    for position, accepted in enumerate(at("accepted"), start=1):
+        assert accepted == sum(meta["spec_accepted_per_position"][position - 1] for meta in metas)
+    verified = sum(meta["spec_num_proposed_drafts"] for meta in metas)
+    assert at("drafted") == [steps] * 15
+    assert sum(at("verified")) == verified
+    assert added("spec_cut_tokens_total") == 15 * steps - verified
+    assert added("spec_verify_width_tokens_sum") == verified + steps
+    assert added("spec_accept_length_tokens_sum") == sum(at("accepted")) + steps
+    assert added("spec_accept_length_tokens_count") == steps
+    for part in ("draft", "verify", "commit"):
+        assert added(f"spec_{part}_seconds_count") == steps
+        assert added(f"spec_{part}_seconds_sum") > 0
+    [sample] = after["sglang:spec_verify_steps_total"]  # one rank counts
+    assert sample.labels["tp_rank"] == "0"
+    [theirs] = after["sglang:spec_accept_length"]
+    assert sample.labels == theirs.labels
     for meta in metas:
         accepted = meta["spec_num_correct_drafts"]
         assert sum(meta["spec_accepted_per_position"]) == accepted

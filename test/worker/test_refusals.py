@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from sglang.srt.managers import scheduler
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import plugin
+from sglang_dflash import options, plugin
+from sglang_dflash.compatibility import check_pool
 from sglang_dflash.errors import Refusal
 from test import inprocess  # loads the plugin
 from test.adapters import write_adapter
@@ -34,6 +36,7 @@ FLAGS: dict[str, Any] = {
     "speculative_dflash_block_size": 9,
     "speculative_num_draft_tokens": 1,
     "speculative_draft_window_size": 4,
+    "max_total_tokens": 63,
     "attention_backend": "triton",
     "enable_dp_attention": True,
     "attn_cp_size": 2,
@@ -73,6 +76,46 @@ def test_flags(target: str, draft: str, flag: str) -> None:
     named = flag.replace("_", "-") in message or str(FLAGS[flag]) in message
     assert named, message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("window", [0, -5])
+def test_a_window_of_nothing(target: str, draft: str, window: int) -> None:
+    """SGLang's own check ends in a traceback."""
+    with pytest.raises(Refusal, match=f"--speculative-draft-window-size {window} is not possible"):
+        arguments(target, draft, speculative_draft_window_size=window)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--speculative-draft-model-path", "DRAFT"],
+        ["--speculative-dflash-block-size", "8"],
+        ["--speculative-dflash-verify-width", "auto"],
+        ["--speculative-dflash-draft-ahead", "on"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_flags_of_a_draft_without_the_algorithm(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    """SGLang would serve the target alone, and say nothing."""
+    monkeypatch.setattr(options, "given_flags", [])
+    for name in (options.VERIFY_WIDTH, options.DRAFT_AHEAD):  # the flags set them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    command = ["--model-path", target, *(draft if part == "DRAFT" else part for part in given)]
+    with pytest.raises(Refusal, match=f"without --speculative-algorithm, but {given[0]} is given"):
+        ServerArgs.from_cli_args(parser.parse_args(command))
+
+
+@pytest.mark.parametrize(("page", "needed"), [(1, 64), (256, 256)])
+def test_a_pool_without_room_for_a_request(page: int, needed: int) -> None:
+    """The pool is known before the start only if a flag gives it."""
+    assert check_pool(needed, 8, page) == needed - 8
+    with pytest.raises(Refusal, match=f"Give --max-total-tokens {needed} or more"):
+        check_pool(needed - 1, 8, page)
 
 
 def test_aliases_that_differ(target: str, draft: str) -> None:

@@ -26,10 +26,10 @@ from sglang_dflash.core.throughput import (
     without_outliers,
 )
 from sglang_dflash.errors import Refusal
-from sglang_dflash.hooks import meta_info
 from sglang_dflash.model.vocabulary import Predicted
 from sglang_dflash.options import DRAFT_AHEAD, Options
 from sglang_dflash.options import VERIFY_WIDTH as VARIABLE
+from sglang_dflash.reports import meta_info
 from sglang_dflash.runtime import step_times
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.metrics import AcceptanceHistogram

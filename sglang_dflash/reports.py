@@ -1,0 +1,65 @@
+"""What a DFLASH server reports: answers' `meta_info`, the log, Prometheus, `/server_info`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from sglang_dflash.runtime.metrics import AcceptanceHistogram
+
+
+def meta_info(
+    _: None, tokenizer_manager: Any, meta_info: dict[str, Any], recv_obj: Any, index: int
+) -> None:
+    """AFTER `TokenizerManager._calculate_spec_decoding_metrics`: accepted drafts by position.
+
+    Entry p - 1 counts the steps that accepted the draft at block position p.
+    """
+    histogram = meta_info.get("spec_correct_drafts_histogram")
+    if not isinstance(histogram, AcceptanceHistogram):
+        return
+    # JSON cannot represent `AcceptanceHistogram`.
+    meta_info["spec_correct_drafts_histogram"] = counts = list(histogram)
+    meta_info["spec_accept_histogram"] = counts
+    verified = histogram.num_verified
+    meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
+    # It is 0 if every step verified only the anchor.
+    meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
+    block_size = tokenizer_manager.server_args.speculative_num_draft_tokens
+    meta_info["spec_accepted_per_position"] = [
+        sum(counts[position:]) for position in range(1, block_size)
+    ]
+
+
+def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND `SchedulerMetricsReporter.report_decode_stats`: rates count the verified drafts.
+
+    SGLang divides by the drafts of whole blocks, whose size is a server argument. The mean verify
+    width of the interval takes its place. The gauge `spec_num_draft_tokens` shows it, too.
+    """
+    scheduler = reporter.scheduler
+    given = scheduler.server_args
+    is_due = reporter.forward_ct_decode % given.decode_log_interval == 0
+    if not (is_due and scheduler.spec_algorithm.is_dflash()):
+        original(reporter, *args, **kwargs)
+        return
+    scheduler.server_args = shown = copy.copy(given)
+    shown.speculative_num_draft_tokens = scheduler.draft_worker.mean_width.take()
+    try:
+        original(reporter, *args, **kwargs)
+    finally:
+        scheduler.server_args = given
+
+
+def count_steps(_: None, reporter: Any) -> None:
+    """AFTER `SchedulerMetricsReporter.__post_init__`: Prometheus gets the counts of the worker."""
+    is_dflash = reporter.scheduler.spec_algorithm.is_dflash()
+    if is_dflash and reporter.current_scheduler_metrics_enabled:
+        reporter.scheduler.draft_worker.count_steps(reporter.metrics_collector.labels)
+
+
+def describe(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """AFTER `Scheduler.get_init_info`: `/server_info` says what serves, and how."""
+    if scheduler.spec_algorithm.is_dflash():
+        result["sglang_dflash"] = scheduler.draft_worker.description()
+    return result

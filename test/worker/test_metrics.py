@@ -1,0 +1,71 @@
+"""What a server reports about acceptance: one definition in the log, the gauges and answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.runtime.metrics import (
+    LOW_ACCEPT_LENGTH,
+    WATCHED_STEPS,
+    LowAcceptance,
+    MeanWidth,
+)
+from test.inprocess import InProcess
+from test.worker.conftest import force, prompt
+
+RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
+
+
+def test_the_mean_width_begins_anew() -> None:
+    widths = MeanWidth()
+    assert widths.take() == 1.0
+    widths.observe([8, 2, 5], [7, 0, 1])
+    widths.observe([1], [0])
+    assert widths.take() == 4.0
+    widths.observe([3], [2])
+    assert widths.take() == 3.0
+
+
+def observe(watch: LowAcceptance, length: float) -> None:
+    """As many steps as are judged together."""
+    accepted = round((length - 1) * WATCHED_STEPS)
+    watch.observe([16] * WATCHED_STEPS, [1] * accepted + [0] * (WATCHED_STEPS - accepted))
+
+
+def test_low_acceptance_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LowAcceptance(16)
+    for length in (LOW_ACCEPT_LENGTH, 1.05, 1.04, 1.9, 1.02):
+        observe(watch, length)
+    warned = [record.message for record in caplog.records]
+    assert len(warned) == 2
+    assert "1.05" in warned[0]
+    assert "1.02" in warned[1]
+    assert "sglang-dflash inspect" in warned[0]
+
+
+@pytest.mark.parametrize("width", ["full", "4"])
+def test_the_log_counts_verified_drafts(
+    target: str,
+    draft: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    width: str,
+) -> None:
+    """SGLang divides by the drafts of a whole block, also if the target verified less."""
+    monkeypatch.setenv(VERIFY_WIDTH, width)
+    flags: dict[str, Any] = {"decode_log_interval": 1, "log_level": "info"}
+    with InProcess(target, draft, **flags) as engine:
+        request: dict[str, Any] = {"max_new_tokens": 21, "ignore_eos": True}
+        ids = engine.generate(prompt(60, 20), **request)
+        capfd.readouterr()
+        req = engine.add(prompt(60, 20), **request)
+        force(engine, lambda _: 1).truth[req.rid] = ids
+        engine.run(req)
+    rates = RATE.findall(capfd.readouterr().err)
+    verified = 7 if width == "full" else 3
+    assert len(rates) == 10
+    assert set(rates) == {("2.00", f"{1 / verified:.2f}")}
