@@ -5,7 +5,6 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PAIR := sglang_dflash/tiny
 PORT ?= 30000
 # Where this is set, every process compiles all of SGLang anew: half of a server's start.
 export PYTHONDONTWRITEBYTECODE :=
@@ -18,9 +17,7 @@ demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
 
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
-	$(BIN)/python -m sglang.launch_server --model-path $(PAIR)/target \
-	  --speculative-algorithm DFLASH --speculative-draft-model-path $(PAIR)/draft \
-	  --host 127.0.0.1 --port $(PORT) --sleep-on-idle
+	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
 test: $(READY)  ## the CI set, about 11 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
@@ -49,7 +46,7 @@ docs-serve: $(READY)  ## the site on 127.0.0.1:8000, built anew when a page chan
 
 bench: $(READY)  ## the sweep in 5 minutes, its table last
 	rm -f build/bench.json
-	$(BIN)/python -m benchmark.sweep --mix --prompts 11 --per-slot 3 --concurrency 1,8,32 \
+	$(BIN)/python -m benchmark.sweep --mix --prompts 11 --per-slot 9 --concurrency 1,8,32 \
 	  --max-tokens 96 --repeats 2 \
 	  --threads $(or $(THREADS),1) --out build/bench.json
 

@@ -170,7 +170,7 @@ if [ -z "${DRY_RUN:-}" ] && ! "$PYTHON" -c 'import torch; raise SystemExit(not t
 fi
 
 work=$(mktemp -d)
-export TMPDIR=$work/logs
+export TMPDIR=$work/logs DFLASH_KEEP_LOGS=1
 mkdir -p "$TMPDIR"
 finish() {
   tar -czf "$OUT/logs.tar.gz" -C "$work" --exclude '*.json.gz' --exclude 'pytest-of-*' \

@@ -121,7 +121,7 @@ def serving(
 
         def start(side: Side) -> Server:
             server = Server(side.flags, side.environment)
-            stack.callback(server.stop)
+            stack.push(server.__exit__)
             return server
 
         started = [start(side) for side in sides] if torch.cuda.is_available() else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sglang_dflash import serve
 from sglang_dflash.launch import Server, ServerFailed
-from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 
 if TYPE_CHECKING:
@@ -52,32 +52,19 @@ def prompts() -> list[str]:
     return [example.prompt for example in examples]
 
 
-def server_arguments(dflash: bool) -> list[str]:
-    import torch
-
-    arguments = ["--model-path", str(TARGET), "--log-level", "info"]
-    if not torch.cuda.is_available():
-        arguments += ["--dtype", "float32"]
-    if dflash:
-        arguments += ["--speculative-algorithm", "DFLASH"]
-        arguments += ["--speculative-draft-model-path", str(DRAFT)]
-    return arguments
-
-
 @contextmanager
 def serving(dflash: bool, console: Console) -> Iterator[tuple[Server, OpenAI]]:
     name = "with DFLASH" if dflash else "without speculation"
-    with console.status("") as status:
+    with ExitStack() as stack:
+        with console.status("") as status:
 
-        def waiting(seconds: float) -> None:
-            status.update(f"Starting the server {name} … {seconds:.0f} s")
+            def waiting(seconds: float) -> None:
+                status.update(f"Starting the server {name} … {seconds:.0f} s")
 
-        server = Server(server_arguments(dflash), waiting=waiting)
-        server.__enter__()
-    try:
+            server = stack.enter_context(
+                Server(serve.flags(dflash), serve.environment(), waiting=waiting)
+            )
         yield server, OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    finally:
-        server.__exit__()
 
 
 def ask(client: OpenAI, prompt: str, **options: Any) -> Any:

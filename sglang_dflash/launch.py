@@ -21,6 +21,7 @@ import psutil
 import requests
 
 START_SECONDS = 600
+KEEP_LOGS = "DFLASH_KEEP_LOGS"  # environment
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
 SECOND_PORT = 10_000  # SGLang also listens on the first port plus this
@@ -83,7 +84,7 @@ class Server:
     """`with Server(["--model-path", ...]) as server:` gives `server.url`, ready to serve.
 
     The log goes to `server.log`. Leaving the block ends the server and all its children by their
-    ids.
+    ids. The log is removed, unless an exception left the block or DFLASH_KEEP_LOGS is set.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
         self._waiting = waiting
         # SGLang would choose the NCCL port itself, and bind it many seconds later.
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         listen += ["--nccl-port", str(free_port())]
-        with self.log.open("w") as log:
+        with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
             self._process = subprocess.Popen(
                 [*command, *arguments, *listen],
                 stdout=log,
@@ -118,8 +119,10 @@ class Server:
             failed.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop()
+        if kind is None and KEEP_LOGS not in os.environ:
+            self.log.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         started = time.monotonic()

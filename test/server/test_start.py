@@ -55,12 +55,18 @@ def test_sglang_serve(expected: list[list[int]]) -> None:
     with Server([*PAIR, "--dtype", "float32"], command=sglang) as server:
         client = Client(server)
         assert [client.generate(prompt)["output_ids"] for prompt in PROMPTS] == expected
-        info = requests.get(f"{server.url}/get_server_info", timeout=30).json()
-    log = server.log.read_text()
+        info = requests.get(f"{server.url}/server_info", timeout=30).json()
+        log = server.log.read_text()
+    assert not server.log.exists()
     assert STARTED in log
     tokens = 2 * 10**9 // KV
     assert f"CPU: --max-total-tokens {tokens} (at most 2 GB of KV)" in log
     assert info["max_total_num_tokens"] == tokens
+    served = info["sglang_dflash"]
+    assert served["version"] == __version__
+    assert (served["verify_width"], served["draft_ahead"]) == ("auto", "off")
+    [line] = [line for line in log.splitlines() if STARTED in line]
+    assert "verify_width=auto draft_ahead=off" in line
 
 
 ENGINE = """

@@ -1,0 +1,58 @@
+"""The command `sglang-dflash`: its version, and the server of the bundled pair."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from sglang_dflash import __version__, serve
+from sglang_dflash.cli import main
+from sglang_dflash.tiny import DRAFT, TARGET
+
+
+def test_the_version_as_a_module() -> None:
+    command = [sys.executable, "-m", "sglang_dflash", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"sglang-dflash {__version__}\n"
+
+
+def test_unknown_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--jsn"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("threads", [None, "2"])
+def test_serve_suits_the_machine(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, threads: str | None
+) -> None:
+    """One thread and fp32 on a CPU, unless told otherwise. The user's flags come last and win."""
+    monkeypatch.setattr(serve, "_has_gpu", lambda: gpu)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    executed: list[Any] = []
+
+    def execute(*given: Any) -> None:
+        executed.extend(given)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execute)
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "12345", "--dtype", "bfloat16", "--tp", "2"])
+    program, command, environment = executed
+    assert program == sys.executable
+    assert command[1:3] == ["-m", "sglang.launch_server"]
+    for pair in (("--model-path", str(TARGET)), ("--port", "12345"), ("--host", "127.0.0.1")):
+        assert command[command.index(pair[0]) + 1] == pair[1]
+    assert str(DRAFT) in command
+    assert "--constrained-json-disable-any-whitespace" in command
+    assert ("float32" in command) == (not gpu)
+    assert command[-4:] == ["--dtype", "bfloat16", "--tp", "2"]
+    assert environment.get("OMP_NUM_THREADS") == (threads or (None if gpu else "1"))
