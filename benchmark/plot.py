@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -25,12 +26,21 @@ Draw = Callable[[Axes, list[dict[str, Any]]], None]
 
 
 def speed_up(ax: Axes, points: list[dict[str, Any]]) -> None:
-    """Speed-up over no speculation against concurrency."""
+    """Speed-up over no speculation against concurrency.
+
+    Bars span the repeats of a side, over the median of the baseline.
+    """
     at = report.by_concurrency(points)
     for side in report.sides(points):
         shared = [c for c in at if side in at[c] and "none" in at[c]]
-        ratios = [report.speed(at[c][side]) / report.speed(at[c]["none"]) for c in shared]
-        ax.plot(shared, ratios, "o-", **_style(side))
+        ratios, spreads = [], []
+        for concurrency in shared:
+            base = report.speed(at[concurrency]["none"])
+            speeds = [run["tok_s"] / base for run in at[concurrency][side]["repeats"]]
+            ratios.append(median(speeds))
+            spreads.append((median(speeds) - min(speeds), max(speeds) - median(speeds)))
+        bars = list(zip(*spreads, strict=True)) or None  # below and above
+        ax.errorbar(shared, ratios, yerr=bars, fmt="o-", capsize=3, **_style(side))
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(at), list(map(str, at)))
     ax.set(xlabel="concurrency", ylabel="speed-up")
@@ -74,6 +84,15 @@ def step_split(ax: Axes, rows: list[dict[str, Any]]) -> None:
     ax.set(xlabel="side, batch x context", ylabel="ms a step")
 
 
+def host_part(ax: Axes, rows: list[dict[str, Any]]) -> None:
+    """The host's time in a decode step: what no forward hides."""
+    for side in dict.fromkeys(row["side"] for row in rows):
+        mine = [row for row in rows if row["side"] == side]
+        names = [f"{row['batch']} x {row['context']}" for row in mine]
+        ax.plot(names, [row["host_ms"] for row in mine], "o-", **_style(side))
+    ax.set(xlabel="batch x context", ylabel="ms of the host a step")
+
+
 def _style(side: str) -> dict[str, Any]:
     return {"label": report.SHOWN.get(side, side), "color": COLOURS.get(side)}
 
@@ -89,11 +108,20 @@ def _figure(draw: Draw, rows: list[dict[str, Any]], title: str) -> Figure:
     return figure
 
 
+def _machine(data: dict[str, Any]) -> str:
+    hardware, versions = data["hardware"], data["versions"]
+    device = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores"
+    return f"{device}; SGLang {versions['sglang']}, commit {versions['commit']}"
+
+
 def figures(data: dict[str, Any]) -> dict[str, Figure]:
     """All figures of a file, by name."""
     if "rows" in data:
-        title = f"A decode step; acceptance {data['versions']['acceptance']}"
-        return {"step": _figure(step_split, data["rows"], title)} if data["rows"] else {}
+        if not data["rows"]:
+            return {}
+        title = f"A decode step; acceptance {data['versions']['acceptance']}\n{_machine(data)}"
+        drawn: dict[str, Draw] = {"step": step_split, "host": host_part}
+        return {name: _figure(draw, data["rows"], title) for name, draw in drawn.items()}
     found = {}
     simulated = data["settings"]["simulate_accept_length"]
     draws: dict[str, Draw]
@@ -106,6 +134,7 @@ def figures(data: dict[str, Any]) -> dict[str, Figure]:
         title = report.title(configuration)
         if simulated:
             title = f"SIMULATED acceptance {simulated}: {title}"
+        title = f"{title}\n{_machine(data)}"
         for name, draw in draws.items():
             found[f"{name}-{number}" if number else name] = _figure(draw, points, title)
     return found

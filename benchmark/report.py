@@ -93,11 +93,13 @@ def _speed(points: list[dict[str, Any]]) -> str:
     present = list(sides(points))
     rows = []
     for concurrency, at in by_concurrency(points).items():
-        row = [str(concurrency)]
+        counts = next(iter(at.values())).get("prompts", {})  # older files have none
+        row = [str(concurrency), " + ".join(f"{n} {name}" for name, n in counts.items())]
         for side in present:
             row.append(_cell(at[side], at.get("none")) if side in at else "")
         rows.append(row)
-    return _table(["output tok/s at concurrency", *(SHOWN.get(s, s) for s in present)], rows)
+    header = ["output tok/s at concurrency", "prompts"]
+    return _table([*header, *(SHOWN.get(s, s) for s in present)], rows)
 
 
 def _cell(point: dict[str, Any], baseline: dict[str, Any] | None) -> str:

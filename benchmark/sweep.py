@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,14 @@ def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, fl
 
 
 def prompt_sets(args: argparse.Namespace) -> dict[str, list[Prompt]]:
-    """Prompts by name. `--mix` makes one set of all, in an order that depends on the seed."""
+    """Prompts by name. `--mix` makes one set of all: any beginning of it holds equal parts."""
     sets = dict(workloads.load(source, args.prompts, args.seed) for source in args.data)
     if not args.mix:
         return sets
-    mixed = list(itertools.chain(*sets.values()))
-    random.Random(args.seed).shuffle(mixed)
-    return {"+".join(sets): mixed}
+    rng = random.Random(args.seed)
+    shuffled = [rng.sample(prompts, len(prompts)) for prompts in sets.values()]
+    in_turn = itertools.chain(*itertools.zip_longest(*shuffled))
+    return {"+".join(sets): [prompt for prompt in in_turn if prompt is not None]}
 
 
 def settings_at(args: argparse.Namespace, concurrency: int, temperature: float) -> Settings:
@@ -181,7 +183,8 @@ class Sweep:
         for url, prompts in itertools.product(urls.values(), self._sets.values()):
             answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
         for number, point in enumerate(todo, start=1):
-            self._console.print(f"{number} of {len(todo)}: {point}")
+            shown = ", ".join(f"{key} {value}" for key, value in point.items() if value is not None)
+            self._console.print(f"{number} of {len(todo)}: {shown}", highlight=False)
             self._point(urls, point)
 
     def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
@@ -190,24 +193,39 @@ class Sweep:
         If a point is interrupted, its repeats so far are kept, and a later run measures it again.
         """
         settings = settings_at(self._args, point["concurrency"], point["temperature"])
-        prompts = self._sets[point["workload"]]
-        if self._args.per_slot:
-            prompts = prompts[: self._args.per_slot * point["concurrency"]]
+        prompts = self._prompts(point)
+        counts = dict(Counter(prompt.workload for prompt in prompts))
+        shown = ", ".join(f"{count} {workload}" for workload, count in counts.items())
+        self._console.print(f"  {len(prompts)} prompts: {shown}", highlight=False)
         todo = [side for side in urls if not self._results.has(point, side)]
         if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
             todo.remove("builtin")
             self._results.add("skipped", point | {"side": "builtin", "reason": NO_SAMPLING})
-        rows = {side: point | {"side": side, "repeats": []} for side in todo}
+        common = point | {"prompts": counts}
+        rows: dict[str, dict[str, Any]] = {
+            side: common | {"side": side, "repeats": []} for side in todo
+        }
         try:
             for _ in range(self._args.repeats):
                 for side in self._rng.sample(todo, len(todo)):
-                    rows[side]["repeats"].append(timed_run(urls[side], prompts, settings))
+                    run = timed_run(urls[side], prompts, settings)
+                    rows[side]["repeats"].append(run)
+                    self._console.print(f"  {side}: {run['tok_s']:.0f} tok/s", highlight=False)
             for side in todo:
                 rows[side]["latency"] = latency(urls[side], prompts, settings)
         finally:
             for row in rows.values():
                 if row["repeats"]:
                     self._results.add("points", row)
+
+    def _prompts(self, point: dict[str, Any]) -> list[Prompt]:
+        """As many of the point's prompts as `--per-slot` allows, the same of each data set."""
+        prompts = self._sets[point["workload"]]
+        if not self._args.per_slot:
+            return prompts
+        parts = len(self._args.data) if self._args.mix else 1
+        of_each = -(-self._args.per_slot * point["concurrency"] // parts)
+        return prompts[: of_each * parts]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

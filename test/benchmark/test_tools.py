@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from benchmark import dummy, plot, report, workloads
 from benchmark.load import Answer
 from benchmark.stats import median_and_spread, percentile
 from benchmark.step_cost import split, tokens_of
-from benchmark.sweep import Results, acceptance
+from benchmark.sweep import Results, Sweep, acceptance, parse
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.tiny.prompts import held_out
@@ -118,6 +120,7 @@ def point(side: str, concurrency: int, speeds: list[float]) -> dict[str, Any]:
             "attention_backend": None,
             "side": side,
             "concurrency": concurrency,
+            "prompts": {"word": 11},
         },
         "repeats": [{"tok_s": s, "by_workload": {"word": found}} for s in speeds],
         "latency": {"ttft_p50_ms": 9.0, "ttft_p99_ms": 12.0, "itl_p50_ms": 2.0, "itl_p99_ms": 5.0},
@@ -141,13 +144,24 @@ def sweep_file() -> dict[str, Any]:
 
 def test_table_shows_medians_and_speed_up(sweep_file: dict[str, Any]) -> None:
     table = report.markdown(sweep_file)
-    assert "| 1 | 100 ± 10% | 310 ± 5% (3.10x) |" in table
-    assert "| 8 | 400 ± 0% | 800 ± 2% (2.00x) |" in table
+    assert "| 1 | 11 word | 100 ± 10% | 310 ± 5% (3.10x) |" in table
+    assert "| 8 | 11 word | 400 ± 0% | 800 ± 2% (2.00x) |" in table
     assert "| sglang-dflash | word | 2.30 | 0.750 | 0.80 0.50 |" in table
     assert "needs a GPU" in table
     assert "SIMULATED" not in table
     sweep_file["settings"]["simulate_accept_length"] = 6.36
     assert report.markdown(sweep_file).startswith("**SIMULATED acceptance of 6.36")
+
+
+def test_any_beginning_of_a_mix_has_equal_parts(tmp_path: Path) -> None:
+    """Also at concurrency 1, where `--per-slot` leaves few prompts."""
+    args = parse(["--out", "x.json", "--mix", "--prompts", "4", "--per-slot", "2"])
+    sweep = Sweep(args, Results(tmp_path / "x.json", {}), Console())
+    [name] = sweep._sets
+    for concurrency, expected in [(1, 1), (3, 2), (32, 4)]:
+        chosen = sweep._prompts({"workload": name, "concurrency": concurrency})
+        counts = Counter(prompt.workload for prompt in chosen)
+        assert counts == dict.fromkeys(("word", "json", "code"), expected)
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -166,13 +180,15 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_plots_from_json_alone(sweep_file: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(sweep_file))
     row = {"side": "ours", "batch": 1, "context": 64} | {f"{part}_ms": 1.0 for part in plot.PARTS}
-    steps = {"rows": [row], "hardware": {}, "versions": {"acceptance": "SIMULATED: 6.36"}}
+    steps = {"rows": [row], "hardware": sweep_file["hardware"]}
+    steps["versions"] = sweep_file["versions"] | {"acceptance": "SIMULATED: 6.36"}
     (tmp_path / "step.json").write_text(json.dumps(steps))
     assert plot.main([str(tmp_path / "sweep.json"), str(tmp_path / "step.json")]) == 0
     drawn = {file.stem for file in tmp_path.glob("*.png")}
-    assert drawn == {"sweep-speedup", "sweep-latency", "sweep-acceptance", "step-step"}
+    assert drawn == {"sweep-speedup", "sweep-latency", "sweep-acceptance", "step-step", "step-host"}
     assert drawn == {file.stem for file in tmp_path.glob("*.svg")}
     assert "SIMULATED" in (tmp_path / "step-step.svg").read_text()
+    assert "a CPU, 2 cores" in (tmp_path / "sweep-speedup.svg").read_text()
     assert all(file.stat().st_size > 2000 for file in tmp_path.glob("*.png"))
 
 
