@@ -37,7 +37,18 @@ def export(work: Path) -> None:
         for name in names:
             if (work / folder.name / name).exists():
                 shutil.copyfile(work / folder.name / name, folder / name)
+    serve_older_transformers(TARGET)
     write_prompts(PROMPTS)
+
+
+def serve_older_transformers(target: Path) -> None:
+    """Add what Transformers 4 reads. Without it, that uses another RoPE and finds no tokenizer."""
+    config = json.loads((target / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tokenizer = json.loads((target / "tokenizer_config.json").read_text())
+    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (target / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
 
 
 def write_checkpoint(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -36,6 +37,14 @@ def test_weights_are_small_and_bf16() -> None:
         with safe_open(file, framework="pt") as weights:
             kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
         assert kinds == {"BF16"}
+
+
+def test_transformers_4_reads_the_target_right() -> None:
+    """It does not know `rope_parameters`, and no tokenizer class of later versions."""
+    config = json.loads((TARGET / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    tokenizer = json.loads((TARGET / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_draft_is_zlab_and_fits_the_target() -> None:
