@@ -22,7 +22,8 @@ SMALL = ["--threads", "1", "--max-total-tokens", "2048"]
 TIMES = ("step", "host", "scheduler", "draft", "verify", "context_kv")
 
 
-@pytest.mark.parametrize("sides", ["ours", pytest.param("ours,builtin", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("sides", ["ours", "ours,builtin"])
 def test_step_cost_splits_the_steps(capsys: pytest.CaptureFixture[str], sides: str) -> None:
     small = [*SMALL, "--batches", "1,3", "--contexts", "64,1024", "--steps", "12", "--repeats", "1"]
     small += ["--sides", sides, "--accept-length", "4.5"]

@@ -29,7 +29,7 @@ from test.reference import Semantics, draft_block
 from test.worker.conftest import prompt
 from test.worker.test_draft import trace
 
-TOKENS = 200
+TOKENS = 100
 PROMPT = prompt(31, 40)
 
 
@@ -50,7 +50,7 @@ def served(target: str, tmp_path_factory: pytest.TempPathFactory) -> Served:
     def serve(case: str, page: int) -> Steps:
         config, weights, _ = CASES[case]()
         path = write(tmp_path_factory.mktemp("draft"), config, weights)
-        tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 60
+        tokens = TOKENS if case in ("zlab", "speculators", "zlab sliding") else 32
         with InProcess(target, str(path), page_size=page) as engine:
             return trace(engine, PROMPT, tokens)
 
