@@ -7,6 +7,7 @@ not refused must serve: its target's own tokens, because a bad draft may cost sp
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,12 +20,15 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from rich.console import Console
+from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.errors import LONGEST, Refusal
 from sglang_dflash.inspect_draft import Report, inspect, show
+from sglang_dflash.tiny import TARGET
 from test.inprocess import InProcess
-from test.mutations import Folder, folders, write_folder
+from test.mutations import Folder, folders, sound, write_folder
 from test.worker.conftest import prompt
+from test.worker.test_refusals import arguments
 
 PROMPT, TOKENS = prompt(3, 12), 12
 SECONDS = 20.0  # for one mutation on a busy machine; a hang takes longer
@@ -123,6 +127,34 @@ def test_mutations(target: str) -> None:
     trial = run_trial(target, 80)
     assert trial.outcomes.total() == 80
     assert min(trial.outcomes["refused"], trial.outcomes["served"]) > 5
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "quant_model_description.json"])
+def test_a_pipe_that_only_sglang_would_open(target: str, tmp_path: Path, name: str) -> None:
+    draft = tmp_path / "draft"
+    write_folder(draft, {**sound("zlab sliding"), name: os.mkfifo})
+    assert Trial(target).serve(draft) == "served"
+
+
+@pytest.mark.parametrize("flag", ["load_format", "speculative_draft_load_format"])
+@pytest.mark.parametrize("load_format", ["pt", "npcache"])
+def test_load_formats_that_open_pickles(
+    target: str, draft: str, flag: str, load_format: str
+) -> None:
+    with pytest.raises(Refusal, match=f"The load format {load_format} opens pickles"):
+        arguments(target, draft, **{flag: load_format})
+
+
+def test_a_target_is_sglangs_own_without_dflash(tmp_path: Path) -> None:
+    """A config that this package would not read is no reason to refuse a server without it."""
+    config = json.loads((TARGET / "config.json").read_text())
+    text = json.dumps(config)[:-1] + ', "model_type": "qwen3"}'
+    for file in TARGET.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(text)
+    assert ServerArgs(model_path=str(tmp_path)).speculative_algorithm is None
+    with pytest.raises(Refusal, match="states a key twice"):
+        arguments(str(tmp_path), None)
 
 
 @pytest.mark.full
