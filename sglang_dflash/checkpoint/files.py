@@ -79,10 +79,13 @@ def read_file(file: Path, limit: int) -> bytes:
 
 
 def read_json(file: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
-    """The object in a JSON file. Raises `Refusal` if the file is missing or broken."""
+    """The object in a JSON file. Raises `Refusal` if the file is missing or broken.
+
+    It is UTF-8 without a mark of the byte order, because SGLang reads an index as such.
+    """
     content = read_file(file, limit)
     try:
-        value = json.loads(content, object_pairs_hook=_with_distinct_keys)
+        value = json.loads(content.decode(), object_pairs_hook=_with_distinct_keys)
     except RecursionError:
         raise _nested(file) from None
     except ValueError as error:  # no JSON, or no text

@@ -221,6 +221,8 @@ CONFIGS: dict[str, bytes] = {
     "states a key twice": b'{"a": 1, "a": 2}',
     "Exceeds the limit": b'{"a": ' + b"9" * 5000 + b"}",
     "codec can't decode": b'{"a": "\xff"}',
+    "utf-8": json.dumps(draft_config()).encode("utf-16"),
+    "Unexpected UTF-8 BOM": b"\xef\xbb\xbf" + json.dumps(draft_config()).encode(),
     "not a JSON object": b"[1]",
     "must be a list of names": b'{"architectures": {"DFlashDraftModel": 1}}',
 }
