@@ -15,8 +15,10 @@ from torch import nn
 from sglang_dflash import target_kv
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.files import FETCH_AGAIN
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
-from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
+from sglang_dflash.checkpoint.tensors import Tensors, weight_files
 from sglang_dflash.core.reservation import GRAIN, ceil_align, longest
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.host_cache import check_host_cache
@@ -25,6 +27,8 @@ from sglang_dflash.platforms import platform_of, verify_backend
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
+PICKLED_FORMATS = ("pt", "npcache")
+VALUES_AT_ONCE = 2**24
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
@@ -110,9 +114,23 @@ def check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors) 
         raise Refusal(
             f"The draft {draft.path} holds no safetensors file.", "Fetch the draft again."
         )
+    _check_load_format(server_args, draft)
     _check_quantization(server_args, draft)
     _check_windows(server_args, draft)
     _check_finite(draft)
+    if draft.mask_embedding:
+        read_mask_embedding(draft)
+
+
+def _check_load_format(server_args: ServerArgs, draft: DFlashConfig) -> None:
+    """Refuse formats with which SGLang would open pickles beside the draft's safetensors files."""
+    asked = server_args.speculative_draft_load_format or server_args.load_format
+    if asked in PICKLED_FORMATS:
+        raise Refusal(
+            f"The load format {asked} opens pickles in the draft {draft.path}, and these can run "
+            "any code.",
+            "Give --speculative-draft-load-format safetensors.",
+        )
 
 
 def _check_quantization(server_args: ServerArgs, draft: DFlashConfig) -> None:
@@ -147,11 +165,17 @@ def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
 
 def _check_finite(draft: DFlashConfig) -> None:
     """Read every weight at startup, before the target is loaded, which may take minutes."""
-    for file in sorted(Path(draft.path).glob("*.safetensors")):
+    for file in weight_files(Path(draft.path)):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping
-                if not bool(torch.isfinite(weights.get_tensor(name).float()).all()):
-                    raise Refusal(f"{file} holds NaN or infinity in {name}.", "Fetch it again.")
+                if not _is_finite(weights.get_tensor(name)):
+                    raise Refusal(f"The file {file} holds NaN or infinity in {name}.", FETCH_AGAIN)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite. Few at a time are copied, because the file may be large."""
+    parts = tensor.flatten().split(VALUES_AT_ONCE)
+    return all(bool(torch.isfinite(part.float()).all()) for part in parts)
 
 
 def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:

@@ -3,6 +3,7 @@
 # SGLang's own DFLASH serves some things that were not compared with this package.
 BUILT_IN = "Or set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
+LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
 
 
 class Refusal(ValueError):
@@ -15,9 +16,26 @@ class Refusal(ValueError):
     """
 
     def __init__(self, what: str, fix: str) -> None:
-        super().__init__(what, fix)  # pickle calls the class with these two
-        self.what = what
-        self.fix = fix
+        self.what = plain(what)
+        self.fix = plain(fix)
+        super().__init__(self.what, self.fix)  # pickle calls the class with these two
 
     def __str__(self) -> str:
         return f"{self.what} {self.fix}"
+
+
+class Unreachable(Refusal):
+    """The model hub did not answer, so nothing is known about the checkpoint."""
+
+
+def plain(text: str) -> str:
+    """The text as a part of one paragraph: it may quote names and values of a stranger's file.
+
+    Line breaks and control characters, which a terminal would obey, become escapes. The middle of a
+    very long text is left out.
+    """
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

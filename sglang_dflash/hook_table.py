@@ -38,6 +38,12 @@ def _lazy(function: str) -> Callable[..., Any]:
 
 DFLASH_HOOKS = (
     Hook(
+        "utils.hf_transformers.common.get_generation_config",
+        "AROUND",
+        "hooks:get_generation_config",
+        "SGLang opens a draft's generation_config.json, whatever it is, and uses nothing of it",
+    ),
+    Hook(
         "server_args.ServerArgs.add_cli_args",
         "AFTER",
         "options:add_cli_args",

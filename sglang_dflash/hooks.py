@@ -56,6 +56,15 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     return hf_config
 
 
+def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `get_generation_config`: a DFlash draft has none."""
+    try:
+        rules.load_draft(model, kwargs.get("revision"))
+    except Refusal:
+        return original(model, *args, **kwargs)
+    return None
+
+
 class CaptureConfig:
     """The methods that `ModelRunner` calls on the result of `parse_dflash_draft_config`."""
 

@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from sglang_dflash.checkpoint import hub, load
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
-from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
-from sglang_dflash.checkpoint.fit import Target, defects, keeps_other_state, misfits
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, read_json
+from sglang_dflash.checkpoint.fit import Target, defects, misfits, target_of
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, Unreachable, plain
 
-TARGET_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
+FITS, DOES_NOT_FIT, NOT_KNOWN = 0, 2, 3  # exit statuses
 
 
 @dataclass
@@ -34,13 +34,22 @@ class Report:
     target_parameters: int = 0
     mask_token: str | None = None
     problems: list[Refusal] = field(default_factory=list)
+    unreachable: list[Unreachable] = field(default_factory=list)  # names that no hub answered for
+
+    @property
+    def status(self) -> int:
+        """The exit status. A problem is known even if the hub did not answer for another part."""
+        if self.problems:
+            return DOES_NOT_FIT
+        return NOT_KNOWN if self.unreachable else FITS
 
     def as_json(self) -> dict[str, Any]:
         """The fields of `--json`. Without a draft they keep their types: sizes are 0, ids -1."""
         draft = self.draft
         ids = draft.target_layer_ids if draft else ()
         return {
-            "fits": not self.problems,
+            "fits": self.status == FITS,
+            "reached": not self.unreachable,
             "family": draft.family if draft else "unknown",
             "format": draft.format if draft else "unknown",
             "block_size": draft.draft_width if draft else 0,  # the checkpoint's own number
@@ -48,14 +57,16 @@ class Report:
             "mask_token_id": draft.mask_token_id if draft else -1,
             "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else 0,
             "parameters": self.tensors.parameters if self.tensors else 0,
-            "problems": [{"what": p.what, "fix": p.fix} for p in self.problems],
+            "problems": [
+                {"what": p.what, "fix": p.fix} for p in (*self.problems, *self.unreachable)
+            ],
         }
 
 
 def inspect(draft_name: str, target_name: str | None) -> Report:
     """Read and check a draft, alone or beside a target. Both names are folders or hub ids.
 
-    Raises no `Refusal`: each one becomes a problem of the report.
+    Raises no `Refusal`: each one becomes a part of the report.
     """
     report = Report()
     with _noting(report):
@@ -70,9 +81,11 @@ def inspect(draft_name: str, target_name: str | None) -> Report:
 
 @contextlib.contextmanager
 def _noting(report: Report) -> Iterator[None]:
-    """Add a `Refusal` that the body raises to the problems of the report."""
+    """Add a `Refusal` that the body raises to the report."""
     try:
         yield
+    except Unreachable as refusal:
+        report.unreachable.append(refusal)
     except Refusal as refusal:
         report.problems.append(refusal)
 
@@ -96,44 +109,48 @@ def _read_target(report: Report, name: str) -> None:
     """Set the report's target, its parameter count and the mask's text. Raises `Refusal`."""
     folder = hub.config_folder(name)
     report.target = _target(folder)
-    headers = hub.remote_headers(name, folder) or read_headers(folder, rename=str)
-    report.target_parameters = headers.parameters
-    tokenizer = folder / "tokenizer.json"
-    if report.draft is not None and tokenizer.is_file():
-        mask = report.draft.mask_token_id
-        report.mask_token = Tokenizer.from_file(str(tokenizer)).id_to_token(mask)
+    if report.draft is not None:
+        with contextlib.suppress(Refusal):  # the text of the mask is for people only
+            report.mask_token = _text_of(report.draft.mask_token_id, folder / "tokenizer.json")
+    with contextlib.suppress(Refusal):  # as is the number of parameters
+        headers = hub.remote_headers(name, folder) or read_headers(folder, rename=str)
+        report.target_parameters = headers.parameters
 
 
 def _target(folder: Path) -> Target:
     """The target that config.json describes. A `text_config` is used if there is one."""
     file = folder / "config.json"
-    raw = read_json(file)
+    raw = read_json(file.resolve())  # files of a target may be links
     text = raw.get("text_config") or raw
-    if not isinstance(text, dict):
-        text = {}
-    missing = [name for name in TARGET_FIELDS if not isinstance(text.get(name), int)]
-    if missing:
-        raise Refusal(
-            f"The file {file} is not the config of a target: it has no {' and no '.join(missing)}.",
-            "Give the folder of a target as --target.",
-        )
-    return Target(
-        path=str(folder),
-        num_layers=text["num_hidden_layers"],
-        hidden_size=text["hidden_size"],
-        vocab_size=text["vocab_size"],
-        keeps_other_state=keeps_other_state(text),
-    )
+    return target_of(Fields(text if isinstance(text, dict) else {}, str(file)), str(folder))
+
+
+def _text_of(token: int, file: Path) -> str | None:
+    """The text of a token in a tokenizer.json, or None. Raises `Refusal`.
+
+    It is looked up, because a tokenizer that is built of a broken file ends the process.
+    """
+    raw = read_json(file, JSON_LIMIT)
+    added = raw.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("id") == token:
+            return str(entry.get("content"))
+    vocabulary = Fields(raw, str(file)).section("model").raw.get("vocab")
+    texts = vocabulary if isinstance(vocabulary, dict) else {}
+    return next((text for text, number in texts.items() if number == token), None)
 
 
 def run(draft: str, target: str | None, as_json: bool) -> int:
-    """Print the report. Returns 0 if the draft fits, 2 if it does not or cannot be read."""
+    """Print the report. Returns its exit status.
+
+    0: the draft fits. 2: it does not, or it cannot be read. 3: the model hub did not answer.
+    """
     report = inspect(draft, target)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         show(report, Console())
-    return 2 if report.problems else 0
+    return report.status
 
 
 def show(report: Report, console: Console) -> None:
@@ -143,10 +160,11 @@ def show(report: Report, console: Console) -> None:
         for name, value in _rows(report, report.draft).items():
             table.add_row(name, escape(str(value)))
         console.print(table)
-    for problem in report.problems:
-        what, fix = escape(problem.what), escape(problem.fix)
-        console.print(f"[bold red]does not fit:[/] {what} [bold]{fix}[/]")
-    if not report.problems:
+    for refusal in (*report.problems, *report.unreachable):
+        label = "not known" if isinstance(refusal, Unreachable) else "does not fit"
+        what, fix = escape(refusal.what), escape(refusal.fix)
+        console.print(f"[bold red]{label}:[/] {what} [bold]{fix}[/]")
+    if report.status == FITS:
         console.print("fits" if report.target else "sound (no --target to compare with)")
 
 
@@ -159,7 +177,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
         "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
         "layer ids, SGLang": list(draft.target_layer_ids),
-        "mask": f"{draft.mask_token_id} {report.mask_token or ''}".strip(),
+        "mask": plain(f"{draft.mask_token_id} {report.mask_token or ''}".strip()),
         "vocabulary": _vocabulary(draft),
         "RoPE": _ropes(draft),
         "attention": _attention(draft),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
@@ -65,13 +67,12 @@ def adopt_speculators(server_args: ServerArgs) -> None:
     """
     if (server_args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
         return
-    file = Path(server_args.model_path) / "config.json"
-    raw = read_json(file) if file.is_file() else {}
+    raw = _config_of(server_args)
     if speculators.matches(raw):
         verifier = speculators.verifier_of(raw)
         if verifier is None:
             raise Refusal(
-                f"{file} is a speculators draft that names no target.",
+                f"The folder {server_args.model_path} is a speculators draft that names no target.",
                 "Give the target as --model-path and this folder as "
                 "--speculative-draft-model-path.",
             )
@@ -116,6 +117,20 @@ def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
             f"{'is' if len(given) == 1 else 'are'} given.",
             "Add --speculative-algorithm DFLASH, or leave out the other flags.",
         )
+
+
+def _config_of(server_args: ServerArgs) -> dict[str, Any]:
+    """The config.json of --model-path. It is empty if the path is no folder.
+
+    SGLang reads the files of a target itself, so they may be links to anywhere.
+    """
+    file = (Path(server_args.model_path) / "config.json").resolve()
+    try:
+        return read_json(file) if os.path.isfile(file) else {}
+    except Refusal:
+        if server_args.speculative_algorithm is None:  # nothing asks for DFLASH: SGLang reads it
+            return {}
+        raise
 
 
 def handle_dflash(server_args: ServerArgs) -> None:

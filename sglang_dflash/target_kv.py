@@ -120,7 +120,7 @@ def _has_fp8_kv(model_config: ModelConfig) -> bool:
     config = getattr(model_config.hf_config, "quantization_config", None)
     file = Path(model_config.model_path) / "hf_quant_config.json"
     if config is None and file.is_file():
-        config = read_json(file)
+        config = read_json(file.resolve())  # files of a target may be links
     if not isinstance(config, dict):
         return False
     nested = config.get("quantization")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from sglang_dflash.checkpoint import dflash2, domino, dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.fields import Fields, shown
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal
 
+MODELOPT_CONFIG = "hf_quant_config.json"
 FORMATS: dict[str, ModuleType] = {  # the first match wins
     "speculators": speculators,
     "domino": domino,
@@ -27,6 +30,7 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
 
     raw: the config. file: its name in the refusal.
     """
+    _check_names(Fields(raw, str(file)))
     other = other_method(raw, file)
     if other is not None:
         raise other
@@ -35,9 +39,17 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
             return name
     raise Refusal(
         f"The file {file} describes no DFlash draft of a known format: architectures "
-        f"{raw.get('architectures')}, model_type {raw.get('model_type')!r}.",
+        f"{shown(raw.get('architectures'))}, model_type {shown(raw.get('model_type'))}.",
         f"Use one of the formats {', '.join(FORMATS)}.",
     )
+
+
+def _check_names(top: Fields) -> None:
+    """Raise `Refusal` unless the fields that name a format hold names. Adapters rely on it."""
+    top.names("architectures")
+    for fields in (top, top.section("dflash_config")):
+        for key in ("model_type", "speculators_model_type", "projector_type"):
+            fields.optional_name(key)
 
 
 def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig, Tensors]:
@@ -46,7 +58,7 @@ def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig
     headers: tensors by the checkpoint's names, if its weights are not in the folder.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise Refusal(
             f"The draft {folder} is not a folder.", "Give the path of a DFlash checkpoint."
         )
@@ -59,7 +71,14 @@ def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig
     else:
         renamed = {adapter.rename(tensor): entry for tensor, entry in headers.found.items()}
         tensors = Tensors(folder, renamed)
-    return adapter.read(raw, str(folder), name, tensors), tensors
+    config: DFlashConfig = adapter.read(raw, str(folder), name, tensors)
+    if config.quantization is None and os.path.lexists(folder / MODELOPT_CONFIG):
+        raise Refusal(
+            f"The folder {folder} holds {MODELOPT_CONFIG}, by which SGLang would quantise "
+            "the draft.",
+            "Use a draft whose config.json states its quantization_config.",
+        )
+    return config, tensors
 
 
 def load_config(path: str | Path) -> DFlashConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Fields, shown
 from sglang_dflash.checkpoint.tensors import Tensors
 
 # Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
@@ -60,7 +60,7 @@ def _method(raw: dict[str, Any], file: str) -> Fields:
     for key in EITHER:
         outer, inner = raw.get(key), section.get(key)
         if outer is not None and inner is not None and outer != inner:
-            raise top.refuse(f"has {key} = {outer!r}, but {inner!r} in its dflash_config")
+            raise top.refuse(f"has {key} = {shown(outer)}, but {shown(inner)} in its dflash_config")
         stated[key] = outer if inner is None else inner
     return Fields(stated, file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from sglang_dflash.checkpoint.config import Rope
@@ -21,6 +22,32 @@ OF_OTHER_LAYERS = {
     "use_gemma_norm": False,
 }
 FIRST_SLIDING_LAYER = 28  # Transformers' default of max_window_layers
+# Bounds of what a config may state. Tensors bound the other sizes of a draft (`tensors.faults`).
+MOST_LAYERS = 1000  # of a draft or a target
+MOST_POSITIONS = 256  # that a draft reads at once; published drafts read 7 to 16
+LARGEST_INT = 2**31 - 1  # kernels count in int32
+LARGEST_NUMBER = 1e30  # further ones become infinite when float32 multiplies them
+# Fields of each RoPE type that is served: numbers that must be there, and others that may be.
+ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+}
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """A value of a config as a message quotes it. A long or deep one is shortened."""
+    return _SHORT.repr(value)
 
 
 class Fields:
@@ -55,7 +82,8 @@ class Fields:
             if stated is not None and stated != value:
                 served_one = "none" if value is None else repr(value)
                 raise self.refuse(
-                    f"has {key} = {stated!r}, and only {served_one} is served", "Use another draft."
+                    f"has {key} = {shown(stated)}, and only {served_one} is served",
+                    "Use another draft.",
                 )
 
     def must_be(self, key: str, *served: str) -> None:
@@ -64,39 +92,63 @@ class Fields:
         if stated is not None and stated not in served:
             values = " and ".join(map(repr, served))
             verb = "is" if len(served) == 1 else "are"
-            raise self.refuse(f"has {key} = {stated!r}, and only {values} {verb} served")
+            raise self.refuse(f"has {key} = {shown(stated)}, and only {values} {verb} served")
 
     def optional_object(self, key: str) -> dict[str, Any] | None:
         value = self.raw.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.refuse(f"has {key} = {value!r}, which must be an object")
+            raise self.refuse(f"has {key} = {shown(value)}, which must be an object")
         return value
+
+    def quantization(self) -> dict[str, Any] | None:
+        """`quantization_config`, which names its method."""
+        described = self.optional_object("quantization_config")
+        if described is not None and not isinstance(described.get("quant_method"), str):
+            raise self.refuse("has a quantization_config that names no quant_method")
+        return described
 
     def section(self, key: str) -> Fields:
         """The fields of a nested object. It has none if it is absent."""
         return Fields(self.optional_object(key) or {}, self._file, key)
 
-    def optional_int(self, key: str) -> int | None:
-        """An integer that is not negative."""
+    def optional_name(self, key: str) -> str | None:
+        value = self.raw.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.refuse(f"has {key} = {shown(value)}, which must be a name")
+
+    def names(self, key: str) -> list[str]:
+        """A list of names. It is empty if the field is absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.refuse(f"has {key} = {shown(value)}, which must be a list of names")
+        return value
+
+    def optional_int(self, key: str, most: int = LARGEST_INT) -> int | None:
+        """An integer from 0 to `most`."""
         value = self.raw.get(key)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.refuse(f"has {key} = {value!r}, which must be a non-negative integer")
+            raise self.refuse(f"has {key} = {shown(value)}, which must be a non-negative integer")
+        if value > most:
+            raise self.refuse(f"has {key} = {shown(value)}, which must be at most {most}")
         return value
 
-    def optional_positive(self, key: str) -> int | None:
-        """An integer of at least 1."""
-        value = self.optional_int(key)
+    def optional_positive(self, key: str, most: int = LARGEST_INT) -> int | None:
+        """An integer from 1 to `most`."""
+        value = self.optional_int(key, most)
         if value == 0:
             raise self.refuse(f"has {key} = 0, which must be positive")
         return value
 
-    def positive(self, key: str) -> int:
-        """An integer of at least 1, which must be there."""
-        value = self.optional_positive(key)
+    def positive(self, key: str, most: int = LARGEST_INT) -> int:
+        """An integer from 1 to `most`, which must be there."""
+        value = self.optional_positive(key, most)
         if value is None:
             raise self.refuse(f"has no {key}")
         return value
@@ -106,7 +158,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, bool):
-            raise self.refuse(f"has {key} = {value!r}, which must be true or false")
+            raise self.refuse(f"has {key} = {shown(value)}, which must be true or false")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -118,7 +170,9 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.refuse(f"has {key} = {value!r}, which must be a number")
+            raise self.refuse(f"has {key} = {shown(value)}, which must be a number")
+        if not abs(value) <= LARGEST_NUMBER:  # NaN is not, either
+            raise self.refuse(f"has {key} = {shown(value)}, which is not a number of float32")
         return float(value)
 
     def number(self, key: str, default: float) -> float:
@@ -126,11 +180,15 @@ class Fields:
         return default if value is None else value
 
     def optional_positive_number(self, key: str) -> float | None:
-        """A finite number above 0."""
+        """A number above 0."""
         value = self.optional_number(key)
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and value <= 0:
             raise self.refuse(f"has {key} = {value}, which must be positive")
         return value
+
+    def positive_number(self, key: str, default: float) -> float:
+        value = self.optional_positive_number(key)
+        return default if value is None else value
 
     def optional_layer_ids(self, key: str, embedding: int) -> list[int] | None:
         """At least one layer id, in ascending order, each once.
@@ -142,14 +200,16 @@ class Fields:
             return None
         if isinstance(value, list) and embedding in value:
             raise self.refuse(
-                f"has {key} = {value!r}, where {embedding} is the output of the embedding, which "
-                "SGLang's models do not return",
+                f"has {key} = {shown(value)}, where {embedding} is the output of the embedding, "
+                "which SGLang's models do not return",
                 "Use a draft that reads outputs of layers only.",
             )
         if not isinstance(value, list) or not value or not _ascending(value):
             raise self.refuse(
-                f"has {key} = {value!r}, which must be layer ids in ascending order, each once"
+                f"has {key} = {shown(value)}, which must be layer ids in ascending order, each once"
             )
+        if value[-1] > MOST_LAYERS:
+            raise self.refuse(f"has {key} = {shown(value)}, which must be at most {MOST_LAYERS}")
         return value
 
     def window(self) -> int | None:
@@ -166,11 +226,13 @@ class Fields:
         if value is None:
             return self._default_layer_types(num_layers)
         if not isinstance(value, list) or len(value) != num_layers:
-            raise self.refuse(f"has layer_types = {value!r}, which must name {num_layers} layers")
-        strange = sorted({str(kind) for kind in value if kind not in LAYER_TYPES})
+            raise self.refuse(
+                f"has layer_types = {shown(value)}, which must name {num_layers} layers"
+            )
+        strange = sorted({shown(kind) for kind in value if kind not in LAYER_TYPES})
         if strange:
             raise self.refuse(
-                f"has layer_types {strange}, and only {' and '.join(LAYER_TYPES)} are served"
+                f"has layer_types {shown(strange)}, and only {' and '.join(LAYER_TYPES)} are served"
             )
         return value
 
@@ -205,20 +267,39 @@ class Fields:
     def _one_rope(self, parameters: Any) -> Rope:
         """The RoPE that `rope_parameters` or `rope_scaling` describe. `rope_theta` may be flat."""
         if parameters is not None and not isinstance(parameters, dict):
-            raise self.refuse(f"has RoPE parameters {parameters!r}, which must be an object")
-        scaling = dict(parameters or {})
-        theta = scaling.pop("rope_theta", self.raw.get("rope_theta"))
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise self.refuse("has no rope_theta, neither flat nor in rope_parameters")
-        if "type" in scaling:  # the older name of rope_type
-            scaling.setdefault("rope_type", scaling.pop("type"))
-        kind = scaling.get("rope_type", "default")
+            raise self.refuse(f"has RoPE parameters {shown(parameters)}, which must be an object")
+        fields = Fields(parameters or {}, self._file, "RoPE")
+        flat = {"rope_theta": self.raw.get("rope_theta")}
+        theta = fields.over(flat).optional_positive_number("rope_theta")
+        if theta is None or theta <= 1:  # YaRN divides by its logarithm
+            raise self.refuse("has no rope_theta above 1, neither flat nor in rope_parameters")
+        fields.only({"partial_rotary_factor": 1.0})
+        # `type` is the older name
+        kind = fields.optional_name("rope_type") or fields.optional_name("type") or "default"
         if kind == "default":
-            return Rope(float(theta))
-        if kind == "yarn" and "original_max_position_embeddings" not in scaling:
+            return Rope(theta)
+        if kind == "yarn":
             # Transformers' rule: the factor counts from max_position_embeddings
-            scaling["original_max_position_embeddings"] = self.positive("max_position_embeddings")
-        return Rope(float(theta), scaling)
+            longest = self.positive("max_position_embeddings")
+            fields = fields.over({"original_max_position_embeddings": longest})
+        return Rope(theta, {"rope_type": kind} | fields._scaling(kind))
+
+    def _scaling(self, kind: str) -> dict[str, Any]:
+        """The fields that a RoPE type has. A type that is not served has none."""
+        required, optional = ROPE_NUMBERS.get(kind, ((), ()))
+        scaling: dict[str, Any] = {}
+        for key in required:
+            if self.optional_positive_number(key) is None:
+                raise self.refuse(f"has no {key}, which RoPE of type {kind} needs")
+            scaling[key] = self.raw[key]
+        for key in optional:
+            if (value := self.optional_number(key)) is not None:
+                if value < 0:
+                    raise self.refuse(f"has {key} = {value}, which must not be negative")
+                scaling[key] = self.raw[key]
+        if (truncate := self.optional_boolean("truncate")) is not None:
+            scaling["truncate"] = truncate
+        return scaling
 
 
 def _ascending(ids: list[Any]) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import CORRECT_CONFIG
+from sglang_dflash.checkpoint.fields import CORRECT_CONFIG, Fields
 from sglang_dflash.checkpoint.tensors import Tensors, faults
 from sglang_dflash.errors import Refusal
 
@@ -14,6 +13,7 @@ VOCABULARY_PADDING = 1024  # published vocabularies are padded by less than this
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the served length
 NAMED_FAULTS = 3  # the most faults of weights that a refusal names
 OTHER_DRAFT = "Use the draft that was trained for this target."
+TARGET_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
 SERVED_STATES = ("qwen3_next", "qwen3_5", "intern_s2_preview")  # how model_type begins
 STATE_FIELDS = ("linear_attn_config", "linear_num_value_heads", "mamba_d_ssm")
@@ -30,18 +30,30 @@ class Target:
     keeps_other_state: bool = False  # it has layers with a recurrent state that is not served
 
 
-def keeps_other_state(raw: dict[str, Any]) -> bool:
-    """Whether a target's (text) config.json describes a recurrent state that is not served.
+def target_of(fields: Fields, path: str) -> Target:
+    """The target that the (text) fields of a config.json describe. Raises `Refusal`."""
+    if missing := [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]:
+        raise fields.refuse(
+            f"is not the config of a target: it has no {' and no '.join(missing)}",
+            "Give the folder of a target as --target.",
+        )
+    layers, hidden_size, vocab_size = map(fields.positive, TARGET_FIELDS)
+    return Target(path, layers, hidden_size, vocab_size, _keeps_other_state(fields))
+
+
+def _keeps_other_state(fields: Fields) -> bool:
+    """Whether a target has a recurrent state that is not served.
 
     Those of gated delta networks are served, in the classes of SGLang that return hidden states.
     """
-    if str(raw.get("model_type") or "").startswith(SERVED_STATES):
+    if (fields.optional_name("model_type") or "").startswith(SERVED_STATES):
         return False
-    kinds = {*(raw.get("layer_types") or ()), *(raw.get("layers_block_type") or ())}
+    kinds = {*fields.names("layer_types"), *fields.names("layers_block_type")}
     if kinds:
         return not kinds.isdisjoint(STATE_LAYERS)
-    pattern = str(raw.get("hybrid_override_pattern") or "")  # Nemotron H: one letter per layer
-    return "M" in pattern or any(raw.get(name) is not None for name in STATE_FIELDS)
+    # Nemotron H: one letter per layer
+    pattern = fields.optional_name("hybrid_override_pattern") or ""
+    return "M" in pattern or any(fields.raw.get(name) is not None for name in STATE_FIELDS)
 
 
 def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:
@@ -104,8 +116,7 @@ def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Ref
     wrong = faults(draft, tensors)
     named = "; ".join(wrong[:NAMED_FAULTS])
     more = f" and {len(wrong) - NAMED_FAULTS} more" if len(wrong) > NAMED_FAULTS else ""
-    scalings = [rope.scaling or {} for rope in draft.rope]
-    kinds = {scaling.get("rope_type", "default") for scaling in scalings}
+    kinds = {(rope.scaling or {}).get("rope_type", "default") for rope in draft.rope}
     unknown = sorted(kinds.difference(ROPE_TYPES))
     windows = [view.window for view in draft.attention if view.window is not None]
     shortest = min(windows, default=draft_width)
@@ -121,14 +132,12 @@ def defects(draft: DFlashConfig, tensors: Tensors, draft_width: int) -> list[Ref
             f"Use a draft with RoPE of one of the types {', '.join(ROPE_TYPES)}.",
         ),
         (
-            any(scaling.get("partial_rotary_factor", 1.0) != 1.0 for scaling in scalings),
-            "The draft applies RoPE to only a part of each head.",
-            "Use another draft.",
-        ),
-        (
-            bool(draft.head_dim % 2 or draft.num_heads % draft.num_kv_heads),
+            not draft.head_dim
+            or draft.head_dim % 2 == 1
+            or draft.num_heads % draft.num_kv_heads != 0,
             f"The draft has {draft.num_heads} heads of size {draft.head_dim} and "
-            f"{draft.num_kv_heads} KV heads. The size must be even, and the counts must divide.",
+            f"{draft.num_kv_heads} KV heads. The size must be even and not 0, and the counts must "
+            "divide.",
             CORRECT_CONFIG,
         ),
         (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from sglang_dflash.checkpoint.config import Confidence, Convolution, Markov, Selector
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Fields, shown
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
+MOST_CANDIDATES = (
+    1024  # of a position; published selectors have 16, and each is a row of a codebook
+)
 
 
 def read_markov(fields: Fields, default_rank: int) -> Markov | None:
@@ -18,7 +21,7 @@ def read_markov(fields: Fields, default_rank: int) -> Markov | None:
     kind = fields.raw.get("markov_head_type") or "vanilla"
     if kind not in MARKOV_KINDS:
         raise fields.refuse(
-            f"has markov_head_type = {kind!r}, which must be one of {', '.join(MARKOV_KINDS)}"
+            f"has markov_head_type = {shown(kind)}, which must be one of {', '.join(MARKOV_KINDS)}"
         )
     return Markov(kind, rank)
 
@@ -67,6 +70,10 @@ def read_selector(fields: Fields, vocab_size: int) -> Selector | None:
     if stated is None:
         return None
     rank, top_k = stated
+    if top_k > MOST_CANDIDATES:
+        raise fields.refuse(
+            f"has selector_top_k = {top_k}, which must be at most {MOST_CANDIDATES}"
+        )
     if top_k > vocab_size:
         raise fields.refuse(
             f"has selector_top_k = {top_k}, which is more than vocab_size = {vocab_size}"

@@ -2,73 +2,111 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from httpx import HTTPError
 from huggingface_hub import get_safetensors_metadata, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
     NotASafetensorsRepoError,
+    SafetensorsParsingError,
 )
 
 from sglang_dflash.checkpoint.detect import format_of
-from sglang_dflash.checkpoint.files import read_json
+from sglang_dflash.checkpoint.fields import shown
+from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
 from sglang_dflash.checkpoint.tensors import Shape, Tensors
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, Unreachable
 
-UNREACHABLE = (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError)
+FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # HTTP
+# The hub's client reads headers as they are, so a broken one ends in any of these.
+BROKEN_HEADERS = (SafetensorsParsingError, TypeError, AttributeError, LookupError, RecursionError)
 CONFIGS, WEIGHTS = ["*.json", "mask_embedding.pt"], "*.safetensors"
 
 
 def is_id(name: str) -> bool:
     """Whether a name is the id of a model on the hub, not a local folder."""
-    return name.count("/") == 1 and not name.startswith((".", "/")) and not Path(name).exists()
+    return name.count("/") == 1 and not name.startswith((".", "/")) and not os.path.lexists(name)
 
 
 def draft_folder(name: str, revision: str | None = None) -> Path:
     """The folder of a draft with its weights, which are fetched if needed. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
-    try:
+    with _asking_for(name):
         file = Path(hf_hub_download(name, "config.json", revision=revision))
-        format_of(read_json(file), file)  # before any weight is fetched
+    format_of(read_json(file), file)  # before any weight is fetched
+    with _asking_for(name):
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, WEIGHTS]))
-    except UNREACHABLE as error:
-        raise _neither(name, error) from None
 
 
 def config_folder(name: str) -> Path:
     """The folder of a draft or target. From the hub, only configs are fetched. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
-    try:
+    with _asking_for(name):
         return Path(snapshot_download(name, allow_patterns=CONFIGS))
-    except UNREACHABLE as error:
-        raise _neither(name, error) from None
 
 
 def remote_headers(name: str, folder: Path) -> Tensors | None:
-    """The hub's safetensors headers of a model. None if `folder` holds its weights, or on failure.
+    """The hub's safetensors headers of a model. None if `folder` or no file holds its weights.
 
-    The tensors have the checkpoint's names.
+    The tensors have the checkpoint's names. Raises `Refusal`.
     """
     if not is_id(name) or any(folder.glob(WEIGHTS)):
         return None
     try:
-        files = get_safetensors_metadata(name).files_metadata.values()
-    except (NotASafetensorsRepoError, *UNREACHABLE):
+        with _asking_for(name):
+            files = get_safetensors_metadata(name).files_metadata.values()
+    except NotASafetensorsRepoError:
         return None
+    except BROKEN_HEADERS as error:
+        raise _broken(name, f"{type(error).__name__}: {error}") from None
     found: dict[str, tuple[str, Shape]] = {}
     for file in files:
         for tensor, info in file.tensors.items():
-            found[tensor] = (info.dtype, tuple(info.shape))
+            sizes = info.shape if isinstance(info.shape, list) else [None]
+            if any(type(size) is not int or size < 0 for size in sizes):
+                raise _broken(name, f"{shown(tensor)} has shape {shown(info.shape)}")
+            found[tensor] = (str(info.dtype), tuple(sizes))
     return Tensors(folder, found)
 
 
-def _neither(name: str, error: Exception) -> Refusal:
+@contextlib.contextmanager
+def _asking_for(name: str) -> Iterator[None]:
+    """Turn a failure of the hub in the body into a `Refusal`."""
+    try:
+        yield
+    except FAILURES as error:
+        raise _refusal(name, error) from None
+
+
+def _broken(name: str, reason: str) -> Refusal:
+    return Refusal(f"The hub's headers of {name} cannot be read ({reason}).", FETCH_AGAIN)
+
+
+def _refusal(name: str, error: Exception) -> Refusal:
+    """The refusal of a name: the hub does not have it, or it did not answer."""
     reason = " ".join(str(error).split()).rstrip(".")
-    return Refusal(
-        f"The name {name!r} is not a local folder, and the model hub does not have it: {reason}.",
-        "Give the path of a folder, or the id of a model that this machine can fetch.",
+    what = f"The name {name!r} is not a local folder, and the model hub"
+    if _is_answer(error):
+        return Refusal(
+            f"{what} does not have it: {reason}.",
+            "Give the path of a folder, or the id of a model that this machine can fetch.",
+        )
+    return Unreachable(
+        f"{what} did not answer: {reason}.",
+        "Try again when this machine reaches the hub, or give the path of a folder.",
     )
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the hub, or the form of the name, has decided that there is no such checkpoint."""
+    if isinstance(error, HfHubHTTPError):
+        status: int = error.response.status_code
+        return status < SERVER_ERROR and status != TOO_MANY_REQUESTS
+    return isinstance(error, ValueError)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint import rename_weights
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.extras import check_map, read_mask_embedding
 from sglang_dflash.checkpoint.files import FETCH_AGAIN
+from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
+from sglang_dflash.checkpoint.vocabulary_map import check_map
 from sglang_dflash.errors import Refusal
 
 Shard = str | int  # SGLang's name of a part of a stacked parameter

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint import dflash2, domino, dspark, zlab
+from sglang_dflash.checkpoint.fields import shown
 from sglang_dflash.errors import Refusal
 
 
@@ -14,13 +15,12 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
 
     raw: the config. file: its name in the refusal.
     """
-    section = raw.get("dflash_config")  # it may be malformed: no format is known yet
-    method: dict[str, Any] = section if isinstance(section, dict) else {}
+    method: dict[str, Any] = raw.get("dflash_config") or {}
     keys = {key for fields in (raw, method) for key, value in fields.items() if value}
-    architectures = " ".join(map(str, raw.get("architectures") or ()))
-    kind = str(raw.get("speculators_model_type", ""))
+    architectures = " ".join(raw.get("architectures") or ())
+    kind = raw.get("speculators_model_type") or ""
     projector = zlab.projector_type(raw) or "dflash"
-    name = f"{architectures} {kind} {raw.get('model_type', '')}".lower()
+    name = f"{architectures} {kind} {raw.get('model_type') or ''}".lower()
 
     def refused(other: str, algorithm: str | None = None) -> Refusal:
         fix = "Use a DFlash draft of this target."
@@ -43,7 +43,7 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
     if "dspark" in name or markov:
         return refused("a DSpark checkpoint of an unknown form")
     if projector != "dflash":
-        return refused(f"a checkpoint with projector_type {projector!r}")
+        return refused(f"a checkpoint with projector_type {shown(projector)}")
     if "eagle3" in name:
         return refused("an EAGLE3 checkpoint (autoregressive drafts)", "EAGLE3")
     if "eagle" in name or "eagle_config" in keys:

@@ -13,7 +13,14 @@ from typing import Any
 
 from sglang_dflash.checkpoint import dflash2
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
-from sglang_dflash.checkpoint.fields import FULL, OF_OTHER_LAYERS, SLIDING, Fields
+from sglang_dflash.checkpoint.fields import (
+    FULL,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    OF_OTHER_LAYERS,
+    SLIDING,
+    Fields,
+)
 from sglang_dflash.checkpoint.heads import (
     read_confidence,
     read_convolution,
@@ -56,7 +63,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     body.must_be("hidden_act", "silu")
     body.only(OF_OTHER_LAYERS)
     hidden_size, heads = body.positive("hidden_size"), body.positive("num_attention_heads")
-    num_layers = body.positive("num_hidden_layers")
+    num_layers = body.positive("num_hidden_layers", MOST_LAYERS)
     layer_types = body.layer_types(num_layers)
     window = body.window()
     if SLIDING in layer_types and window is None:
@@ -77,7 +84,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     plain = DFlashConfig(
         path=path,
         format=name,
-        draft_width=top.optional_positive("block_size") or DEFAULT_DRAFT_WIDTH,
+        draft_width=top.optional_positive("block_size", MOST_POSITIONS) or DEFAULT_DRAFT_WIDTH,
         sample_from_anchor=top.boolean("sample_from_anchor", False),
         mask_token_id=mask,
         target_layer_ids=tuple(i - 1 for i in ids),
@@ -90,7 +97,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         num_kv_heads=body.optional_positive("num_key_value_heads") or heads,
         head_dim=body.optional_positive("head_dim") or hidden_size // heads,
         vocab_size=vocab_size,
-        rms_norm_eps=body.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=body.positive_number("rms_norm_eps", 1e-6),
         attention_bias=body.boolean("attention_bias", False),
         max_position_embeddings=body.positive("max_position_embeddings"),
         attention=tuple(views[kind] for kind in layer_types),
@@ -99,8 +106,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=rows,
         vocabulary_map="d2t" in tensors,
-        mask_embedding=tensors.has_file("mask_embedding.pt"),
-        quantization=top.optional_object("quantization_config"),
+        mask_embedding=tensors.has_mask_embedding(),
+        quantization=top.quantization(),
     )
     if kind == "dspark":
         return _with_heads(plain, top)

@@ -1,22 +1,28 @@
-"""Names, dtypes and shapes of a checkpoint's tensors, from file headers. No weight is read."""
+"""Names and shapes of a checkpoint's tensors, from file headers. No weight is read."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields
-from sglang_dflash.checkpoint.files import FETCH_AGAIN, parse_object, read_json
+from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, MB, open_file, read_json
 from sglang_dflash.errors import Refusal
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-INTEGERS = ("I64", "I32")
-HEADER_LIMIT = 100_000_000  # bytes; safetensors' own bound
-HEADER_FIELDS = {"dtype", "shape", "data_offsets"}  # a header has them for each tensor
+# What the others than floating ones are.
+KINDS = {"d2t": ("an integer", ("I64", "I32")), "t2d": ("a boolean", ("BOOL",))}
+HEADER_LIMIT = 16 * MB  # bytes of one file, 100,000 tensors; its parser takes up to 22 times more
+TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
+PACKED_VALUES = 16  # the most values in one entry of a quantised tensor: 2 bits each in an int32
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+MASK_EMBEDDING = "mask_embedding.pt"
 Shape = tuple[int, ...]
 
 
@@ -35,14 +41,21 @@ class Tensors:
         return name in self.found
 
     def rows(self, name: str) -> int | None:
-        """The first dimension of a tensor. None if there is no such tensor."""
+        """The first dimension of a tensor. None if there is no such tensor. Raises `Refusal`."""
         if name not in self.found:
             return None
         _, shape = self.found[name]
+        if not shape or not shape[0]:
+            raise Refusal(f"The tensor {name} in {self.folder} has no rows.", FETCH_AGAIN)
         return shape[0]
 
-    def has_file(self, name: str) -> bool:
-        return (self.folder / name).is_file()
+    def has_mask_embedding(self) -> bool:
+        """Whether there is a file of the mask's embedding. Raises `Refusal` if it is no file."""
+        file = self.folder / MASK_EMBEDDING
+        if not os.path.lexists(file):
+            return False
+        open_file(file).close()
+        return True
 
     @property
     def parameters(self) -> int:
@@ -51,48 +64,84 @@ class Tensors:
 
 
 def read_headers(folder: Path, rename: Callable[[str], str]) -> Tensors:
-    """Read the header of every safetensors file of a folder.
+    """Read the headers of a folder's weights.
 
     rename: from the checkpoint's name of a tensor to the model's. Raises `Refusal` for a broken
-    file, and for a file that the index names and the folder does not hold.
+    file, for one that the index names and the folder does not hold, and for pickles.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = Fields(read_json(index), str(index)).section("weight_map").raw.values()
-        for name in sorted(set(files)):
-            if not (folder / name).is_file():
-                raise Refusal(f"The file {index} names {name}, which is missing.", FETCH_AGAIN)
     found: dict[str, tuple[str, Shape]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         for name, entry in _header(file).items():
-            found[rename(name)] = (entry["dtype"], tuple(entry["shape"]))
+            own = rename(name)
+            if own in found:
+                raise Refusal(f"The folder {folder} holds the tensor {own} twice.", FETCH_AGAIN)
+            found[own] = entry
+        if len(found) > TENSOR_LIMIT:
+            raise Refusal(
+                f"The folder {folder} holds more than {TENSOR_LIMIT:,} tensors.", FETCH_AGAIN
+            )
     return Tensors(folder, found)
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> dtype, shape and data_offsets.
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a folder's weights. SGLang loads the same ones.
 
-    Raises `Refusal` unless the tensors fill the file to its end.
+    They are those that the index names, or all if there is no index. Raises `Refusal`. An index
+    names files of its own folder only, so no path leads out of it.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    present = _visible(folder, "*.safetensors")
+    pickles = [name for pattern in PICKLES for name in _visible(folder, pattern)]
+    if not present and (pickled := sorted(set(pickles) - {MASK_EMBEDDING})):
+        raise Refusal(
+            f"The folder {folder} holds its weights as pickles ({shown(pickled)}), which can run "
+            "any code when they are opened.",
+            "Convert them to safetensors, or use another checkpoint.",
+        )
+    index = folder / "model.safetensors.index.json"
+    if not os.path.lexists(index):
+        return [present[name] for name in sorted(present)]
+    names = set()
+    for name in Fields(read_json(index, JSON_LIMIT), str(index)).section("weight_map").raw.values():
+        if not isinstance(name, str) or name not in present:
+            raise Refusal(
+                f"The file {index} names {shown(name)}, which is missing in its folder.",
+                FETCH_AGAIN,
+            )
+        names.add(name)
+    return [present[name] for name in sorted(names)]
+
+
+def _visible(folder: Path, pattern: str) -> dict[str, Path]:
+    """The files of a pattern by their names. As for SGLang, a dot hides a file."""
+    return {file.name: file for file in folder.glob(pattern) if not file.name.startswith(".")}
+
+
+def _header(file: Path) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of each tensor of a safetensors file. Raises `Refusal`.
+
+    The library that will load the weights parses the header. It checks that the tensors have the
+    sizes of their shapes and fill the file to its end.
+    """
+    with open_file(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(HEADER_LIMIT, size - 8):
-            raise _broken(file)
-        header = parse_object(stream.read(length), file)
-    header.pop("__metadata__", None)
-    end = 0  # the last tensor's, in bytes behind the header
-    for entry in header.values():
-        if not isinstance(entry, dict) or not entry.keys() >= HEADER_FIELDS:
-            raise _broken(file)
-        end = max(end, entry["data_offsets"][1])
-    if 8 + length + end != size:
-        raise _broken(file)
+    if length > HEADER_LIMIT:
+        raise Refusal(
+            f"The file {file} is not a safetensors file, or its header has more than "
+            f"{HEADER_LIMIT:,} bytes.",
+            FETCH_AGAIN,
+        )
+    header = {}
+    try:
+        with safe_open(file, framework="numpy") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                part = weights.get_slice(name)
+                header[name] = (part.get_dtype(), tuple(part.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise Refusal(
+            f"The file {file} is not a complete safetensors file (truncated?): {error}.",
+            FETCH_AGAIN,
+        ) from None
     return header
-
-
-def _broken(file: Path) -> Refusal:
-    return Refusal(f"The file {file} is not a complete safetensors file (truncated?).", FETCH_AGAIN)
 
 
 def expected(config: DFlashConfig) -> dict[str, Shape]:
@@ -181,25 +230,39 @@ def _expected_in_layer(config: DFlashConfig) -> dict[str, Shape]:
 def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
     """Every tensor that is missing, unexpected, or of another shape or kind than the config says.
 
-    Each entry is part of a sentence. The list is empty if all fit, and for checkpoints without
-    weights or with quantised ones, whose names and shapes depend on the method.
+    Each entry is part of a sentence. The list is empty if all fit. So a model of the config takes
+    as much memory as its files, whatever sizes the config states. Names and shapes of quantised
+    tensors depend on the method, so for these only the number of values is compared. For a
+    checkpoint without weights the list is empty, too.
     """
-    if not tensors.known or config.quantization is not None:
+    if not tensors.known:
         return []
     wanted = expected(config)
+    if config.quantization is not None:
+        return _too_many_values(wanted, tensors)
     optional = {"t2d"} if config.vocabulary_map else set()
     missing, unexpected, mismatched = [], [], []
     for name in tensors.found:
         if name not in wanted and name not in optional:
             unexpected.append(f"unexpected {name}")
+    if "t2d" in tensors.found:
+        wanted["t2d"] = (config.vocab_size,)
     for name, shape in wanted.items():
         if name not in tensors:
             missing.append(f"missing {name}")
             continue
         dtype, stored = tensors.found[name]
-        kind, dtypes = ("an integer", INTEGERS) if name == "d2t" else ("a floating", FLOATS)
+        kind, dtypes = KINDS.get(name, ("a floating", FLOATS))
         if stored != shape:
-            mismatched.append(f"{name} has shape {list(stored)}, not {list(shape)}")
+            mismatched.append(f"{name} has shape {shown(list(stored))}, not {list(shape)}")
         elif dtype not in dtypes:
             mismatched.append(f"{name} has dtype {dtype}, not {kind} one")
     return missing + unexpected + mismatched
+
+
+def _too_many_values(wanted: dict[str, Shape], tensors: Tensors) -> list[str]:
+    """A sentence's part if quantised tensors cannot hold the values that a config describes."""
+    described = sum(map(math.prod, wanted.values()))
+    if described <= PACKED_VALUES * tensors.parameters:
+        return []
+    return [f"the config describes {described:,} values, the files hold {tensors.parameters:,}"]

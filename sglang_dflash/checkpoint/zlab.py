@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
-from sglang_dflash.checkpoint.fields import FULL, OF_OTHER_LAYERS, SLIDING, Fields
+from sglang_dflash.checkpoint.fields import (
+    FULL,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    OF_OTHER_LAYERS,
+    SLIDING,
+    Fields,
+)
 from sglang_dflash.checkpoint.tensors import Tensors
 
 
 def projector_type(raw: dict[str, Any]) -> Any:
     """The kind of draft that a config states, in `dflash_config` or at the top level."""
-    method = raw.get("dflash_config")
-    stated = method.get("projector_type") if isinstance(method, dict) else None
-    return stated or raw.get("projector_type")
+    method = raw.get("dflash_config") or {}
+    return method.get("projector_type") or raw.get("projector_type")
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -44,11 +50,15 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         """The section to read a field from: `dflash_config` if it has the field, else the top."""
         return method if method.raw.get(key) is not None else top
 
-    num_layers = top.positive("num_hidden_layers")
-    num_target_layers = either("num_target_layers").optional_positive("num_target_layers")
+    num_layers = top.positive("num_hidden_layers", MOST_LAYERS)
+    num_target_layers = either("num_target_layers").optional_positive(
+        "num_target_layers", MOST_LAYERS
+    )
     ids = either("target_layer_ids").optional_layer_ids("target_layer_ids", embedding=-1)
     if ids is None and num_target_layers is not None:
         ids = default_target_layer_ids(num_target_layers, num_layers)
+        if ids[-1] < ids[0] or ids[0] < 0:
+            raise top.refuse(f"has num_target_layers = {num_target_layers}, which are too few")
     if ids is None:
         raise top.refuse(
             "names neither target_layer_ids nor num_target_layers, so the target layers that the "
@@ -58,7 +68,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     mask = either("mask_token_id").optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id", "Add dflash_config.mask_token_id.")
-    draft_width = either("block_size").optional_positive("block_size")
+    draft_width = either("block_size").optional_positive("block_size", MOST_POSITIONS)
     if draft_width is None:
         raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
     top.must_be("hidden_act", "silu")
@@ -86,7 +96,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         num_kv_heads=top.optional_positive("num_key_value_heads") or heads,
         head_dim=top.optional_positive("head_dim") or hidden_size // heads,
         vocab_size=top.positive("vocab_size"),
-        rms_norm_eps=top.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=top.positive_number("rms_norm_eps", 1e-6),
         attention_bias=top.boolean("attention_bias", False),
         max_position_embeddings=top.positive("max_position_embeddings"),
         attention=_attention(top, method, layer_types),
@@ -94,8 +104,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         embedding_scale=factor("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
         draft_vocab_size=tensors.rows("lm_head.weight"),
-        mask_embedding=tensors.has_file("mask_embedding.pt"),
-        quantization=top.optional_object("quantization_config"),
+        mask_embedding=tensors.has_mask_embedding(),
+        quantization=top.quantization(),
         logit_multiplier=factor("output_multiplier") or 1.0,
         logit_cap=factor("final_logit_softcapping"),
     )

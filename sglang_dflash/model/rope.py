@@ -10,6 +10,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Rope
 
+FIRST_POSITIONS = 4096  # in a new table
+
 
 class DraftRotary(RotaryEmbedding):
     """SGLang's rotation over Transformers' tables, which drafts are trained on.
@@ -31,7 +33,9 @@ class DraftRotary(RotaryEmbedding):
         self._frequencies = tables.inv_freq.float()  # [D / 2]
         self._factor: float = tables.attention_scaling
         dim, dtype = config.head_dim, torch.get_default_dtype()
-        super().__init__(dim, dim, config.max_position_embeddings, int(rope.theta), True, dtype)
+        # A config may state any length. SGLang asks for the served one when the model is loaded.
+        length = min(config.max_position_embeddings, FIRST_POSITIONS)
+        super().__init__(dim, dim, length, int(rope.theta), True, dtype)
 
     cos_sin_cache: Tensor  # [positions, D]
 

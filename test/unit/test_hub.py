@@ -15,6 +15,7 @@ from threading import Thread
 import pytest
 import torch
 
+from sglang_dflash.cli import main
 from test.checkpoints import draft_config, draft_weights, speculators_draft, write_draft
 
 COMMIT = "0" * 40
@@ -27,6 +28,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
         self.given: dict[str, int] = {}
+        self.broken = False  # it answers, and only that it cannot
 
     @property
     def url(self) -> str:
@@ -40,6 +42,8 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self.server.broken:
+            return self.reply("{}", status=503)
         path = self.path.split("?")[0]
         if path.startswith("/api/models/org/draft"):
             sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
@@ -86,8 +90,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         server.shutdown()
 
 
-def run(hub: Hub, cache: Path, code: str) -> str:
-    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+def run(url: str, cache: Path, code: str, status: int = 0) -> str:
+    """The output of a process that asks the hub at this address. It must end with this status."""
+    environment = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -95,7 +100,8 @@ def run(hub: Hub, cache: Path, code: str) -> str:
         env={**os.environ, **environment, "HF_HUB_DISABLE_XET": "1"},
         timeout=120,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
     return result.stdout
 
 
@@ -107,6 +113,11 @@ FETCH = """
 from sglang_dflash.checkpoint import hub, load
 config, tensors = load(hub.draft_folder("org/draft"))
 print(config.mask_embedding, config.own_embedding, config.draft_vocab_size, tensors.known)
+"""
+INSPECTED = """
+import sys
+from sglang_dflash.cli import main
+sys.exit(main(["inspect", "org/draft", "--json"]))
 """
 REFUSED = """
 from sglang_dflash.checkpoint import hub
@@ -123,7 +134,7 @@ def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
     config = draft_config(intermediate_size=4096)
     weights = draft_weights(config)
     file = write_draft(hub.folder, config, weights) / "model.safetensors"
-    report = json.loads(run(hub, tmp_path / "cache", INSPECT))
+    report = json.loads(run(hub.url, tmp_path / "cache", INSPECT))
     assert report["fits"]
     assert report["parameters"] == sum(tensor.numel() for tensor in weights.values())
     assert 0 < hub.given["model.safetensors"] < 200_000 < file.stat().st_size
@@ -134,11 +145,65 @@ def test_a_server_fetches_all_that_a_draft_is(hub: Hub, tmp_path: Path) -> None:
     config, weights = speculators_draft()
     write_draft(hub.folder, config, weights)
     torch.save(torch.zeros(64), hub.folder / "mask_embedding.pt")
-    assert run(hub, tmp_path / "cache", FETCH).split() == ["True", "True", "64", "True"]
+    assert run(hub.url, tmp_path / "cache", FETCH).split() == ["True", "True", "64", "True"]
 
 
 def test_no_weights_of_another_method_are_fetched(hub: Hub, tmp_path: Path) -> None:
     config = draft_config(dflash_config={"selector_rank": 8})
     write_draft(hub.folder, config, draft_weights(config))
-    assert "DFlash 2" in run(hub, tmp_path / "cache", REFUSED)
+    assert "DFlash 2" in run(hub.url, tmp_path / "cache", REFUSED)
     assert "model.safetensors" not in hub.given
+
+
+def inspected(url: str, cache: Path, status: int) -> list[str]:
+    """What `inspect` says about a draft of the hub, when it ends with this status."""
+    report = json.loads(run(url, cache, INSPECTED, status))
+    assert report["fits"] == (status == 0)
+    assert report["reached"] == (status != 3)
+    return [problem["what"] for problem in report["problems"]]
+
+
+def test_a_hub_that_does_not_answer_is_an_outcome_of_its_own(tmp_path: Path) -> None:
+    """Nothing listens at this address. That says nothing about the draft."""
+    [what] = inspected("http://127.0.0.1:9", tmp_path / "cache", status=3)
+    assert "the model hub did not answer" in what
+
+
+def test_a_hub_that_fails(hub: Hub, tmp_path: Path) -> None:
+    hub.broken = True
+    [what] = inspected(hub.url, tmp_path / "cache", status=3)
+    assert "the model hub did not answer" in what
+
+
+def test_a_hub_that_fails_behind_the_configs(hub: Hub, tmp_path: Path) -> None:
+    """The config is in the cache, the headers of the weights are not."""
+    config = draft_config()
+    write_draft(hub.folder, config, draft_weights(config))
+    inspected(hub.url, tmp_path / "cache", status=0)
+    assert "did not answer" in inspected("http://127.0.0.1:9", tmp_path / "cache", status=3)[0]
+
+
+def test_a_hub_without_the_draft(hub: Hub, tmp_path: Path) -> None:
+    """It has answered, and so has the form of a name that is no id."""
+    [what] = inspected(hub.url, tmp_path / "cache", status=2)
+    assert "the model hub does not have it" in what
+    assert main(["inspect", "no id/at all"]) == 2
+
+
+def test_broken_headers_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    (hub.folder / "config.json").write_text(json.dumps(draft_config()))
+    for header in (b"[]", b'{"a": 7}', b'{"a": {"dtype": 1, "shape": "x", "data_offsets": []}}'):
+        content = len(header).to_bytes(8, "little") + header
+        (hub.folder / "model.safetensors").write_bytes(content)
+        [what] = inspected(hub.url, tmp_path / "cache", status=2)
+        assert "The hub's headers of org/draft cannot be read" in what
+
+
+def test_what_a_person_sees_of_a_hub_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No draft has been looked at, so it neither fits nor does not fit. The tests are offline."""
+    assert main(["inspect", "org/draft"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not known: The name 'org/draft' is not a local folder" in out
+    assert "fit" not in out

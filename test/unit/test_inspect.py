@@ -32,6 +32,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report == {
         "fits": True,
+        "reached": True,
         "family": "DFlash",
         "format": "zlab",
         "block_size": 16,
@@ -247,6 +248,7 @@ def test_recurrent_targets(
 
 JSON_TYPES = {
     "fits": bool,
+    "reached": bool,
     "family": str,
     "format": str,
     "block_size": int,
