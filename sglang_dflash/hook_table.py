@@ -180,6 +180,18 @@ DFLASH_HOOKS = (
         "an id that is a list ends SGLang's scheduler",
     ),
     Hook(
+        "session.session_controller.Session.create_req",
+        "BEFORE",
+        "requests.sessions:begin_anew",
+        "a request that replaces a session's history ends SGLang's scheduler",
+    ),
+    Hook(
+        "session.session_controller.SessionReqNode.clear",
+        "AROUND",
+        "requests.sessions:clear",
+        "an id that a session has twice ends SGLang's scheduler",
+    ),
+    Hook(
         "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
         "AROUND",
         "requests.control:send_weights",

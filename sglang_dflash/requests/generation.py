@@ -108,6 +108,8 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
     for name, parts in fields().items():
         if getattr(obj, name) is not None:
             _read_field(obj, name, parts, size)
+    if isinstance(obj.rid, list) and len(set(obj.rid)) < len(obj.rid):
+        raise Refusal(f"rid is {shown(obj.rid)}.", "Each prompt needs an id of its own.")
     _check_media(obj, size)
     _check_the_model(manager, obj)
 
@@ -148,8 +150,12 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
     if isinstance(given, list) and prompts is not None:
         _check_length(where, given, prompts)
         read = [sampling().parse(one, f"{where}[{i}]") for i, one in enumerate(given)]
-        obj.sampling_params = read
-        return int(read[0].get("n", 1))  # SGLang refuses unequal ones
+        obj.sampling_params, answers = read, {int(one.get("n", 1)) for one in read}
+        if len(answers) > 1:
+            raise Refusal(
+                f"{where} have unequal n.", "SGLang gives each prompt equally many answers."
+            )
+        return answers.pop()
     obj.sampling_params = sampling().parse(given, where)
     return int(obj.sampling_params.get("n", 1))
 
@@ -201,6 +207,10 @@ def _check_the_model(manager: Any, obj: Any) -> None:
                 f"top_logprobs_num is {count}.",
                 f"It must be a whole number from 0 to {config.vocab_size}, the vocabulary.",
             )
+    if any(_each(obj.return_logprob)) and any(start < -1 for start in _each(obj.logprob_start_len)):
+        raise Refusal(f"logprob_start_len is {obj.logprob_start_len}.", "It must be -1 or more.")
+    for params in _each(obj.sampling_params):
+        _check_stops(params, config.vocab_size)
     for overrides in _each(obj.positional_embed_overrides):
         _check_width("positional_embed_overrides", overrides.embeds.shape[-1], config.hidden_size)
     for vectors in _each(obj.input_embeds):
@@ -213,6 +223,16 @@ def _check_the_model(manager: Any, obj: Any) -> None:
                 f"custom_labels has {shown(label)}.",
                 "The server must be started with it in --tokenizer-metrics-allowed-custom-labels.",
             )
+
+
+def _check_stops(params: dict[str, Any], vocab_size: int) -> None:
+    """With `min_new_tokens`, SGLang's penalties are columns of these tokens."""
+    stops = [token for token in params.get("stop_token_ids") or () if token is not None]
+    if (params.get("min_new_tokens") or 0) > 0 and any(not 0 <= t < vocab_size for t in stops):
+        raise Refusal(
+            f"stop_token_ids is {shown(stops)}.",
+            f"With min_new_tokens, its tokens must be in the vocabulary of {vocab_size} tokens.",
+        )
 
 
 def _check_width(name: str, width: int, hidden_size: int) -> None:

@@ -199,5 +199,12 @@ def _body(draw: st.DrawFn, bodies: Bodies, path: str, content: Schema) -> bytes:
         value = value if isinstance(value, dict) else {}
         value[STEERING[path][0]] = draw(st.sampled_from(OF_NO_TYPE))
     if isinstance(value, dict):
-        value = {k: v for k, v in SHORT.items() if k in bodies.names(schema)} | value
+        _shorten(value, bodies.names(schema))
     return json.dumps(value).encode()
+
+
+def _shorten(body: Schema, fields: set[str]) -> None:
+    for name in fields & set(SHORT):
+        body.setdefault(name, SHORT[name])
+        if isinstance(body[name], dict):
+            body[name] = {**SHORT[name], **body[name]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from test.server.bodies import Bodies, Case, cases
 from test.server.conftest import on
 from test.servers import Client, chat
 
+SECONDS = 5  # for the answer to a case
 NAN = float("nan")
 HUGE = 2**70
 # Values of sampling parameters that SGLang's types or its scheduler cannot hold.
@@ -47,10 +49,21 @@ SAMPLING: dict[str, list[Any]] = {
     "sampling_seed": [1.5, "x", [1], HUGE],
     "no_such_field": [1],
 }
+# Fields that are wrong together.
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("logprob_start_len", {"text": "x", "return_logprob": True, "logprob_start_len": -2}),
+    *(
+        (
+            "stop_token_ids",
+            {"text": "x", "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [t]}},
+        )
+        for t in (-1, 2048)
+    ),
+]
 # The same for the other fields of /generate, with one prompt in no list.
 FIELDS: dict[str, list[Any]] = {
     "text": [1, [], [1], ["\ud800"], {}],
-    "input_ids": [[[1], []], [[1]], "x", [1.5], [HUGE]],
+    "input_ids": [[[1], []], [[1], 2], "x", [1.5], [HUGE], []],
     "sampling_params": [[], [{}], "x", 1],
     "rid": [[], ["a"], 1, {}],
     "token_ids_logprob": [[[1]], [1.5], "x", [-1]],
@@ -63,7 +76,7 @@ FIELDS: dict[str, list[Any]] = {
     "lora_path": [["a"], 1, {}],
     "extra_key": [[], ["a"], 1],
     "session_params": [[], [{}], {"x": 1}, {"id": 1}, "x"],
-    "custom_logit_processor": [["x"], 1, {}],
+    "custom_logit_processor": [["x"], 1, {}, "x", "{}", '{"callable": "80"}', '{"callable": 1}'],
     "positional_embed_overrides": ["x", 1, [1], {}],
     "priority": [1.5, "x", HUGE],
     "http_worker_ipc": ["x", 1],
@@ -141,8 +154,8 @@ def post(server: Client, path: str, body: Any) -> requests.Response:
 @pytest.mark.usefixtures("still_right")
 def test_each_wrong_field_is_named(server: Client) -> None:
     failed = []
-    for kind, name, value in WRONG:
-        body = body_of(kind, name, value)
+    alone = [(name, body_of(kind, name, value)) for kind, name, value in WRONG]
+    for name, body in [*alone, *TOGETHER]:
         answer = post(server, "/generate", body)
         named = name in answer.text or "surrogate" in answer.text
         if answer.status_code != 400 or not named:
@@ -170,6 +183,20 @@ def test_what_sglang_serves_is_served(server: Client) -> None:
 
 @on("auto")
 @pytest.mark.usefixtures("still_right")
+def test_a_session_begins_anew(server: Client) -> None:
+    """`replace` without `rid` forgets the history, also where two requests had one id."""
+    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    short: dict[str, Any] = {"max_new_tokens": 4}
+    first = server.generate("def f(", **short)["output_ids"]
+    for rid in ("twice", "twice", "anew"):
+        asked = {"id": session, "replace": rid == "anew"}
+        answer = server.generate("def f(", session_params=asked, rid=rid, **short)
+        assert answer["output_ids"] == first
+    assert server.post("/close_session", {"session_id": session}).status_code < 500
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
 def test_a_stream_says_so(server: Client) -> None:
     """SGLang has begun a stream before it looks at the request."""
     body = {"text": "x", "stream": True, "sampling_params": {"stop": 1}}
@@ -188,15 +215,28 @@ def failure(server: Client, case: Case) -> str | None:
             data=case.form if case.body is None else case.body,
             files={"file": b"x"} if case.form and "file" in case.form else None,
             headers={} if case.body is None else {"content-type": "application/json"},
-            timeout=10,
+            timeout=SECONDS,
+            stream=True,
         )
+        text = _beginning(answer)
     except requests.Timeout:  # a long answer; SGLang ends it when its client has gone
         return None
     except requests.RequestException as error:
         return str(error)
-    if answer.status_code >= 500 or re.search(r'"code":\s*5\d\d', answer.text):
-        return f"{answer.status_code} {answer.text[:500]}"
+    if answer.status_code >= 500 or re.search(r'"code":\s*5\d\d', text):
+        return f"{answer.status_code} {text[:500]}"
     return None
+
+
+def _beginning(answer: requests.Response) -> str:
+    """What a stream sends within a few seconds, or the whole answer."""
+    end, read = time.monotonic() + SECONDS, b""
+    for chunk in answer.iter_content(None):
+        read += chunk
+        if time.monotonic() > end:
+            break
+    answer.close()
+    return read.decode(errors="replace")
 
 
 def fuzz(server: Client, examples: int) -> None:
