@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi import HTTPException
@@ -17,6 +18,11 @@ from sglang_dflash.requests.annotations import shown
 from sglang_dflash.requests.endpoints import CHECKS, Query
 
 DEEPEST = 256  # nested lists and objects of a body
+NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
+# Escaped halves of surrogate pairs without the other half, and text that looks like one.
+HALF = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
 
 
 def install(server_args: Any, *_: Any, **__: Any) -> None:
@@ -64,13 +70,15 @@ class Door:
 
     def check(self, path: str, body: bytes, query: Query) -> None:
         """Raise a `Refusal` if the handler at this path could not answer."""
+        if deeper(body, DEEPEST):
+            raise Refusal(
+                "The body is nested too deeply.", f"Nest {DEEPEST} lists and objects at most."
+            )
         check = self.checks.get(path)
-        if check is None and not (_may_be_deep(body) or _may_be_broken(body)):
+        if check is None and not HALF.search(body):
             return
         try:
             parsed = json.loads(body) if body else None
-        except RecursionError:
-            raise too_deep() from None
         except ValueError as error:
             raise Refusal(f"The body is no JSON: {shown(str(error))}.", "Correct it.") from None
         refuse_unwritable(parsed)
@@ -78,42 +86,29 @@ class Door:
             check(parsed, query)
 
 
-def refuse_unwritable(parsed: Any) -> None:
-    """Refuse what SGLang cannot hand from process to process, or from a handler to a client."""
-    level, depth = [parsed], 0
-    while level:
-        if depth > DEEPEST:
-            raise too_deep()
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, str) and not _writable(value):
-                raise Refusal(f"The body has {shown(value)}.", "It is half of a surrogate pair.")
-            if isinstance(value, dict):
-                inner += [*value, *value.values()]
-            elif isinstance(value, list):
-                inner += value
-        level, depth = inner, depth + 1
-
-
-def too_deep() -> Refusal:
-    return Refusal("The body is nested too deeply.", f"Nest {DEEPEST} lists and objects at most.")
-
-
-def _writable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+def deeper(body: bytes, limit: int) -> bool:
+    """Whether lists and objects are nested deeper. SGLang cannot hand them to another process."""
+    if body.count(b"[") + body.count(b"{") <= limit:
         return False
-    return True
+    depth = 0
+    for bracket in NO_BRACKETS.sub(b"", body):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limit:
+            return True
+    return False
 
 
-def _may_be_deep(body: bytes) -> bool:
-    return body.count(b"[") + body.count(b"{") > DEEPEST
-
-
-def _may_be_broken(body: bytes) -> bool:
-    """Whether the text may have half of a surrogate pair, which JSON can only write escaped."""
-    return b"\\ud" in body or b"\\uD" in body
+def refuse_unwritable(parsed: Any) -> None:
+    """Refuse half of a surrogate pair anywhere: neither a tokenizer nor an answer can hold it."""
+    left = [parsed]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise Refusal(f"The body has {shown(value)}.", "It holds half of a surrogate pair.")
 
 
 def _routes() -> list[Any]:
