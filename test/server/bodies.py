@@ -57,6 +57,7 @@ STEERING = {  # path: the field, and the reason
 OF_NO_TYPE: list[Any] = [{"x": 1}, [[1]], [{"x": []}]]  # neither text, a number nor a list of text
 SHORT: Schema = {  # unless a case draws another length
     **{"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4},
+    "sampling_params": {"max_new_tokens": 8},
     "options": {"num_predict": 4},  # Ollama's
 }
 
@@ -84,8 +85,15 @@ def sampling_schema() -> Schema:
     return {"type": "object", "properties": fields}
 
 
+def body_schema(operation: Schema) -> Schema:
+    """The schema of an operation's JSON body."""
+    content = operation.get("requestBody", {}).get("content", {})
+    schema: Schema = content.get("application/json", {}).get("schema", {"type": "object"})
+    return schema
+
+
 class Bodies:
-    """Strategies for the operations of an OpenAPI document."""
+    """Strategies for the operations of an OpenAPI document, more often those with many fields."""
 
     def __init__(self, document: Schema) -> None:
         self.document = document
@@ -95,6 +103,7 @@ class Bodies:
             for path, methods in document["paths"].items()
             for method, operation in methods.items()
             if method in METHODS
+            for _ in range(1 + len(self.names(body_schema(operation))) // 8)
         ]
 
     def resolved(self, schema: Schema) -> Schema:
@@ -188,12 +197,11 @@ def cases(draw: st.DrawFn, bodies: Bodies) -> Case:
         return Case(method, url, query, form=form)
     if draw(st.integers(0, 19)) == 0:
         return Case(method, url, query, draw(st.sampled_from(BROKEN)))
-    return Case(method, url, query, draw(_body(bodies, path, content)))
+    return Case(method, url, query, draw(_body(bodies, path, body_schema(operation))))
 
 
 @st.composite
-def _body(draw: st.DrawFn, bodies: Bodies, path: str, content: Schema) -> bytes:
-    schema = content.get("application/json", {}).get("schema", {"type": "object"})
+def _body(draw: st.DrawFn, bodies: Bodies, path: str, schema: Schema) -> bytes:
     value = draw(bodies.value(schema, right=True))
     if path in STEERING:
         value = value if isinstance(value, dict) else {}

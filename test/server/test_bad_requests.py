@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -117,6 +118,41 @@ RIGHT: list[dict[str, Any]] = [
 ]
 
 
+# Requests that steer the server, or that reach no generation, and what the refusal names.
+ELSEWHERE: list[tuple[str, Any, str]] = [
+    ("/start_expert_distribution_record", {}, "experts"),
+    ("/start_profile", {"output_dir": "/proc/x/y", "num_steps": 1}, "output_dir"),
+    ("/start_profile", {"profile_prefix": "a/b", "num_steps": 1}, "profile_prefix"),
+    ("/start_profile", {"activities": ["RPD"], "num_steps": 1}, "activities"),
+    ("/stop_profile", None, "not in progress"),
+    ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": None}}, "pp_max"),
+    ("/set_internal_state", {"server_args": {"tp_size": 2}}, "tp_size"),
+    ("/slow_down", {"forward_sleep_time": NAN}, "forward_sleep_time"),
+    ("/release_memory_occupation", {"tags": ["x"]}, "tags"),
+    ("/resume_memory_occupation", {}, "not released"),
+    ("/update_weights_from_disk", {"model_path": "x", "load_format": "x"}, "load_format"),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "IndexError"),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "UnpicklingError"),
+    ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, "group"),
+    ("/send_weights_to_remote_instance", {"master_address": "x", "ports": "1"}, "group"),
+    ("/send_weights_to_remote_instance", {"master_address": "x", "ports": "1,2"}, "ports"),
+    ("/get_weights_by_name", {"name": "x", "rid": ["x"]}, "failed"),
+    ("/configure_logging", {"log_level": "x"}, "log_level"),
+    ("/configure_logging", {"log_requests_level": 9}, "log_requests_level"),
+    ("/parse_function_call", {"text": "x"}, "tool_call_parser"),
+    ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "reasoning_parser"),
+    ("/vertex_generate", {"instances": [{"text": "x"}], "parameters": {"y": 1}}, "parameters"),
+    ("/v1/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/v1/responses", {}, "input"),
+    ("/remove_external_corpus", [], "body"),
+    ("/add_external_corpus", 5, "body"),
+    ("/v1/messages/count_tokens", {"model": "x", "messages": []}, "messages"),
+    ("/api/chat", {"model": "x", "messages": []}, "messages"),
+    ("/api/generate", {"model": "x", "prompt": "x", "options": {"temperature": -1}}, "temperature"),
+    ("/encode", {"text": ["x"], "rid": "x"}, "embedding"),
+]
+
+
 @pytest.fixture(scope="module")
 def right(reference: Client) -> list[int]:
     ids: list[int] = reference.generate(PROMPT)["output_ids"]
@@ -179,6 +215,32 @@ def test_what_sglang_serves_is_served(server: Client) -> None:
     }
     answers = post(server, "/generate", batch)
     assert [a["meta_info"]["completion_tokens"] for a in answers.json()] == [2, 3], answers.text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_other_endpoints_say_what_is_wrong(server: Client) -> None:
+    failed = []
+    for path, body, named in ELSEWHERE:
+        answer = post(server, path, body)
+        if answer.status_code != 400 or named.lower() not in answer.text.lower():
+            failed.append((path, body, answer.status_code, answer.text[:200]))
+    assert not failed, "\n".join(map(str, failed))
+    assert requests.get(f"{server.url}/v1/loads?include=x", timeout=60).status_code == 400
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_memory_is_not_released_under_an_answer(server: Client) -> None:
+    """SGLang's scheduler ends in an assertion. The answer is the one that it is alone."""
+    alone = server.generate("def f(", max_new_tokens=160, ignore_eos=True)["output_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, "def f(", max_new_tokens=160, ignore_eos=True)
+        time.sleep(0.3)
+        refused = post(server, "/release_memory_occupation", {})
+        assert answer.result()["output_ids"] == alone
+    assert refused.status_code == 400, refused.text
+    assert "running" in refused.text
 
 
 @on("auto")
