@@ -95,6 +95,17 @@ def messages(body: Any, query: Query) -> None:
         raise Refusal("messages is empty.", "Give one message at least.")
 
 
+def openai(body: Any, query: Query) -> None:
+    """SGLang's validators of these fields raise other errors than pydantic expects."""
+    given = _object(body)
+    form = given.get("response_format")
+    if form is not None and not isinstance(form, Mapping):
+        raise Refusal(f"response_format is {shown(form)}.", "It must be an object.")
+    for name in ("extra_key", "cache_salt"):
+        if given.get(name) and not isinstance(given[name], str):
+            raise Refusal(f"{name} is {shown(given[name])}.", "It must be text.")
+
+
 def sections(body: Any, query: Query) -> None:
     for name in query["include"].split(",") if query.get("include") else ():
         one_of("include", name.strip(), sorted(LoadSnapshot.VALID_SECTIONS))
@@ -119,9 +130,12 @@ CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
     "configure_logging": logging_of_requests,
     "get_loads": sections,
     "ollama_chat": messages,
+    "openai_v1_chat_completions": openai,
+    "openai_v1_completions": openai,
     "openai_v1_detokenize": tokens,
     "parse_function_call_request": parser_of_calls,
     "remove_external_corpus": typed(RemoveExternalCorpusReqInput),
+    "sagemaker_chat_completions": openai,
     "separate_reasoning_request": parser_of_reasoning,
     "v1_responses_request": typed(ResponsesRequest),
     "vertex_generate": parameters_of_vertex,

@@ -81,7 +81,8 @@ class Door:
             parsed = json.loads(body) if body else None
         except ValueError as error:
             raise Refusal(f"The body is no JSON: {shown(str(error))}.", "Correct it.") from None
-        refuse_unwritable(parsed)
+        if HALF.search(body):
+            refuse_unwritable(parsed)
         if check is not None:
             check(parsed, query)
 
@@ -107,8 +108,16 @@ def refuse_unwritable(parsed: Any) -> None:
             left += [*value, *value.values()]
         elif isinstance(value, list):
             left += value
-        elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        elif isinstance(value, str) and not _writable(value):
             raise Refusal(f"The body has {shown(value)}.", "It holds half of a surrogate pair.")
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _routes() -> list[Any]:

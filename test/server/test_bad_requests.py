@@ -144,6 +144,8 @@ ELSEWHERE: list[tuple[str, Any, str]] = [
     ("/vertex_generate", {"instances": [{"text": "x"}], "parameters": {"y": 1}}, "parameters"),
     ("/v1/detokenize", {"tokens": [-1]}, "tokens"),
     ("/v1/responses", {}, "input"),
+    ("/v1/chat/completions", {"model": "x", "messages": [], "response_format": 1}, "response_f"),
+    ("/v1/completions", {"model": "x", "prompt": ["x"], "extra_key": ["x"]}, "extra_key"),
     ("/remove_external_corpus", [], "body"),
     ("/add_external_corpus", 5, "body"),
     ("/v1/messages/count_tokens", {"model": "x", "messages": []}, "messages"),
