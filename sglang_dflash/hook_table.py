@@ -128,6 +128,94 @@ DFLASH_HOOKS = (
         "SGLang copies every verify's logits to float32; greedy batches need only the argmax",
     ),
     Hook(
+        "utils.set_uvicorn_logging_configs",
+        "BEFORE",
+        "requests.http_door:install",
+        "handlers answer wrong bodies with HTTP 500; this is the last call before HTTP is served",
+    ),
+    Hook(
+        "entrypoints.ollama.serving.OllamaServing.handle_chat",
+        "AROUND",
+        "requests.ollama:answer",
+        "SGLang answers its own refusals with HTTP 500 here",
+    ),
+    Hook(
+        "entrypoints.ollama.serving.OllamaServing.handle_generate",
+        "AROUND",
+        "requests.ollama:answer",
+        "the same",
+    ),
+    Hook(
+        "managers.communicator.FanOutCommunicator.__call__",
+        "AROUND",
+        "requests.control:check_control",
+        "SGLang's scheduler ends at some requests that steer it",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".release_memory_occupation",
+        "AROUND",
+        "requests.control:release_memory",
+        "SGLang's scheduler asserts that no request runs",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".resume_memory_occupation",
+        "AROUND",
+        "requests.control:resume_memory",
+        "memory that was not released ends SGLang's scheduler",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_tensor",
+        "AROUND",
+        "requests.control:update_from_tensor",
+        "tensors that SGLang cannot read end its scheduler",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_distributed",
+        "AROUND",
+        "requests.control:update_from_group",
+        "SGLang's scheduler asserts that the group exists",
+    ),
+    Hook(
+        "managers.utils.is_health_check_generate_req",
+        "AROUND",
+        "requests.control:is_health_check",
+        "an id that is a list ends SGLang's scheduler",
+    ),
+    Hook(
+        "session.session_controller.Session.create_req",
+        "BEFORE",
+        "requests.sessions:begin_anew",
+        "a request that replaces a session's history ends SGLang's scheduler",
+    ),
+    Hook(
+        "session.session_controller.SessionReqNode.clear",
+        "AROUND",
+        "requests.sessions:clear",
+        "an id that a session has twice ends SGLang's scheduler",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
+        "AROUND",
+        "requests.control:send_weights",
+        "a missing group ends SGLang's scheduler",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        "BEFORE",
+        "requests.control:check_weights",
+        "an unknown format ends SGLang's scheduler",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "BEFORE",
+        "requests.generation:check_request",
+        "SGLang's scheduler ends at values of a wrong type, which it passes on",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "reports:meta_info",

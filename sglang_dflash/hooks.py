@@ -18,6 +18,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import logits_processor
+from sglang_dflash.runtime.logit_rules import wrong_processor
 
 
 def validate_request(req: Any) -> str | None:
@@ -32,6 +33,9 @@ def validate_request(req: Any) -> str | None:
             "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
             "--enable-deterministic-inference."
         )
+    if req.custom_logit_processor and (why := wrong_processor(req.custom_logit_processor)):
+        req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
+        return why
     tokens = {
         "input_ids": req.origin_input_ids_unpadded,
         "token_ids_logprob": req.logprob.token_ids_logprob,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -30,6 +31,15 @@ def has_rules(batch: ScheduleBatch) -> bool:
         or info.has_custom_logit_processor
         or info.logit_bias is not None
     )
+
+
+def wrong_processor(text: str) -> str | None:
+    """Why a custom logit processor cannot be made of its text, or None."""
+    try:
+        made = CustomLogitProcessor.from_str(text)
+    except Exception as error:  # noqa: BLE001 - user code must not end the scheduler
+        return f"custom_logit_processor cannot be read. {type(error).__name__}: {error}"
+    return None if callable(made) else "custom_logit_processor is no function."
 
 
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:

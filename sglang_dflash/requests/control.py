@@ -1,0 +1,230 @@
+"""Requests that steer a server: those that end SGLang's scheduler are refused.
+
+`check_control` runs where they leave the tokenizer's process. The hooks on the scheduler know its
+state. Where SGLang's answer has no field for a refusal, they add one, which `check_control` raises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.managers.io_struct import (
+    ExpertDistributionReq,
+    InitWeightsSendGroupForRemoteInstanceReqInput,
+    ProfileReq,
+    ProfileReqOutput,
+    ProfileReqType,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    SendWeightsToRemoteInstanceReqInput,
+    SetInternalStateReq,
+    SlowDownReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromDistributedReqOutput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsFromTensorReqOutput,
+)
+from sglang.srt.server_args import get_global_server_args
+
+from sglang_dflash.errors import Refusal
+from sglang_dflash.requests.annotations import INT32, Rule, number, shown
+
+LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
+OF_WRONG_WEIGHTS = (
+    *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
+ON_CUDA = {"MEM", "CUDA_PROFILER"}
+STATE = {  # what SGLang lets a client set, and what each value may be
+    "pp_max_micro_batch_size": INT32,
+    "speculative_accept_threshold_single": number(),
+    "speculative_accept_threshold_acc": number(),
+}
+
+
+async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
+    """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
+    if get_global_server_args().speculative_algorithm != "DFLASH":
+        return await original(communicator, obj)
+    if check := CHECKS.get(type(obj)):
+        check(obj)
+    results = await original(communicator, obj)
+    for result in results:
+        if (why := getattr(result, "refused", None)) is not None:
+            raise Refusal(why, "Nothing was changed.")
+        if isinstance(result, ProfileReqOutput) and not result.success:
+            raise Refusal(result.message, "Nothing was changed.")
+    return results
+
+
+def is_health_check(original: Any, request: Any) -> bool:
+    """AROUND `is_health_check_generate_req`: only a request for text is one, whatever its id.
+
+    SGLang asks this about every message, and takes the id of any message for text.
+    """
+    if get_global_server_args().speculative_algorithm != "DFLASH":
+        return bool(original(request))
+    return isinstance(getattr(request, "rid", None), str) and bool(original(request))
+
+
+def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupationReqInput) -> Any:
+    """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
+    if updater.is_fully_idle() or not _dflash(updater):
+        return original(updater, request)
+    return _refused(ReleaseMemoryOccupationReqOutput(), "Requests are running.")
+
+
+def resume_memory(original: Any, updater: Any, request: ResumeMemoryOccupationReqInput) -> Any:
+    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: a KeyError ends SGLang."""
+    wanted = set(request.tags or GPU_MEMORY_ALL_TYPES)
+    if wanted <= updater.offload_tags or not _dflash(updater):
+        return original(updater, request)
+    missing = ", ".join(sorted(wanted - updater.offload_tags))
+    return _refused(ResumeMemoryOccupationReqOutput(), f"This was not released: {missing}.")
+
+
+def update_from_tensor(
+    original: Any, updater: Any, request: UpdateWeightsFromTensorReqInput
+) -> Any:
+    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_tensor`: answer in any case.
+
+    SGLang catches the errors of weights that come from a group of processes, and not of these.
+    """
+    if not _dflash(updater):
+        return original(updater, request)
+    try:
+        return original(updater, request)
+    except OF_WRONG_WEIGHTS as error:
+        torch.distributed.barrier(group=updater.tp_cpu_group)  # the other ranks wait in it
+        why = f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
+        return UpdateWeightsFromTensorReqOutput(False, why)
+
+
+def update_from_group(
+    original: Any, updater: Any, request: UpdateWeightsFromDistributedReqInput
+) -> Any:
+    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_distributed`: asserted there."""
+    groups = updater.tp_worker.model_runner._model_update_group
+    if request.group_name in groups or not _dflash(updater):
+        return original(updater, request)
+    why = f"There is no group {shown(request.group_name)}. Call /init_weights_update_group first."
+    return UpdateWeightsFromDistributedReqOutput(False, why)
+
+
+def send_weights(original: Any, runner: Any, address: str, ports: str, group: str) -> Any:
+    """AROUND `ModelRunner.send_weights_to_remote_instance`: a missing group is a KeyError there."""
+    port = ports.split(",")[runner.tp_rank]
+    name = f"{group}_{port}_{runner.tp_rank}"
+    if name in runner._weights_send_group or not runner.spec_algorithm.is_dflash():
+        return original(runner, address, ports, group)
+    return False, f"There is no group {shown(name)}. Make it first."
+
+
+def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> None:
+    """BEFORE `TokenizerManager.update_weights_from_disk`: its message takes a way of its own."""
+    known = [form.value for form in LoadFormat]
+    given = obj.load_format
+    dflash = manager.server_args.speculative_algorithm == "DFLASH"
+    if dflash and given is not None and given not in known:
+        raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
+
+
+def _dflash(updater: Any) -> bool:
+    return bool(updater.tp_worker.model_runner.spec_algorithm.is_dflash())
+
+
+def _refused(output: Any, why: str) -> Any:
+    output.refused = why
+    return output
+
+
+def _experts(_: ExpertDistributionReq) -> None:
+    if get_global_server_args().expert_distribution_recorder_mode is None:
+        raise Refusal(
+            "This server records no distribution of experts.",
+            "Start it with --expert-distribution-recorder-mode.",
+        )
+
+
+def _memory(obj: Any) -> None:
+    for tag in obj.tags or ():
+        if tag not in GPU_MEMORY_ALL_TYPES:
+            raise Refusal(
+                f"tags has {shown(tag)}.", f"It must be one of {', '.join(GPU_MEMORY_ALL_TYPES)}."
+            )
+
+
+def _profile(obj: ProfileReq) -> None:
+    """A scheduler writes the trace long after it has answered."""
+    if obj.type is not ProfileReqType.START_PROFILE:
+        return
+    for activity in obj.activities or ():
+        if activity == "RPD" or (activity in ON_CUDA and not torch.cuda.is_available()):
+            raise Refusal(f"activities has {shown(activity)}.", "It must be CPU on this device.")
+    prefix = obj.profile_prefix or ""
+    if len(prefix) > LONGEST_PREFIX or os.path.basename(prefix) != prefix or "\0" in prefix:
+        raise Refusal(
+            f"profile_prefix is {shown(prefix)}.",
+            f"It must be a part of a file's name of at most {LONGEST_PREFIX} characters.",
+        )
+    if obj.output_dir is not None:
+        _make_folder(obj.output_dir)
+
+
+def _make_folder(name: str) -> None:
+    """Make the folder as SGLang does when it writes the trace."""
+    try:
+        folder = Path(name).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Refusal(f"output_dir is {shown(name)}.", f"It cannot be made: {error}.") from None
+    if not os.access(folder, os.W_OK):
+        raise Refusal(f"output_dir is {shown(name)}.", "It cannot be written.")
+
+
+def _state(obj: SetInternalStateReq) -> None:
+    for name, value in obj.server_args.items():
+        if name not in STATE:
+            raise Refusal(
+                f"server_args has {shown(name)}.", f"It must be one of {', '.join(STATE)}."
+            )
+        obj.server_args[name] = Rule.of(STATE[name]).parse(value, f"server_args.{name}")
+
+
+def _sleep(obj: SlowDownReqInput) -> None:
+    if obj.forward_sleep_time is not None and not math.isfinite(obj.forward_sleep_time):
+        raise Refusal(f"forward_sleep_time is {obj.forward_sleep_time}.", "It must be finite.")
+
+
+def _ports(
+    obj: InitWeightsSendGroupForRemoteInstanceReqInput | SendWeightsToRemoteInstanceReqInput,
+) -> None:
+    """SGLang asserts this in each scheduler."""
+    ranks = get_global_server_args().tp_size
+    if len(obj.ports.split(",")) != ranks:
+        raise Refusal(f"ports is {shown(obj.ports)}.", f"It must have {ranks}, one for each rank.")
+    if not obj.group_name:
+        raise Refusal("group_name is empty.", "Name the group.")
+
+
+CHECKS: dict[type, Callable[[Any], None]] = {
+    ExpertDistributionReq: _experts,
+    InitWeightsSendGroupForRemoteInstanceReqInput: _ports,
+    ProfileReq: _profile,
+    ReleaseMemoryOccupationReqInput: _memory,
+    ResumeMemoryOccupationReqInput: _memory,
+    SendWeightsToRemoteInstanceReqInput: _ports,
+    SetInternalStateReq: _state,
+    SlowDownReqInput: _sleep,
+}

@@ -1,0 +1,135 @@
+"""The door of a DFLASH server: bodies that nobody can answer are refused before a handler runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.entrypoints.http_server import app
+from sglang.srt.entrypoints.v1_loads import router as loads
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_dflash.errors import Refusal
+from sglang_dflash.requests.annotations import shown
+from sglang_dflash.requests.endpoints import CHECKS, Query
+
+DEEPEST = 256  # nested lists and objects of a body
+NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
+# Escaped halves of surrogate pairs without the other half, and text that looks like one.
+HALF = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
+
+
+def install(server_args: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `set_uvicorn_logging_configs`: put the door in front of SGLang's handlers.
+
+    A hook on a function of `http_server` would import that module in every scheduler.
+    """
+    if server_args.speculative_algorithm != "DFLASH":
+        return
+    app.add_middleware(Door)
+    app.add_exception_handler(Refusal, answer)  # some handlers do not expect any error
+
+
+async def answer(request: Request, refusal: Exception) -> Response:
+    """HTTP 400 as SGLang writes it at the endpoint of this request."""
+    written: Any = app.exception_handlers[HTTPException]
+    response: Response = await written(request, HTTPException(400, str(refusal)))
+    return response
+
+
+class Door:
+    """An ASGI middleware that reads a body whole, checks it and passes it on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.checks = {
+            route.path: CHECKS[route.name] for route in _routes() if route.name in CHECKS
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        request = Request(scope, receive)
+        if request.headers.get("content-type", "").startswith("multipart/"):
+            return await self.app(scope, receive, send)
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return None
+        try:
+            self.check(scope["path"], body, request.query_params)
+        except Refusal as refusal:
+            return await (await answer(request, refusal))(scope, receive, send)
+        return await self.app(scope, _again(body, receive), send)
+
+    def check(self, path: str, body: bytes, query: Query) -> None:
+        """Raise a `Refusal` if the handler at this path could not answer."""
+        if deeper(body, DEEPEST):
+            raise Refusal(
+                "The body is nested too deeply.", f"Nest {DEEPEST} lists and objects at most."
+            )
+        check = self.checks.get(path)
+        if check is None and not HALF.search(body):
+            return
+        try:
+            parsed = json.loads(body) if body else None
+        except ValueError as error:
+            raise Refusal(f"The body is no JSON: {shown(str(error))}.", "Correct it.") from None
+        if HALF.search(body):
+            refuse_unwritable(parsed)
+        if check is not None:
+            check(parsed, query)
+
+
+def deeper(body: bytes, limit: int) -> bool:
+    """Whether lists and objects are nested deeper. SGLang cannot hand them to another process."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for bracket in NO_BRACKETS.sub(b"", body):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limit:
+            return True
+    return False
+
+
+def refuse_unwritable(parsed: Any) -> None:
+    """Refuse half of a surrogate pair anywhere: neither a tokenizer nor an answer can hold it."""
+    left = [parsed]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str) and not _writable(value):
+            raise Refusal(f"The body has {shown(value)}.", "It holds half of a surrogate pair.")
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _routes() -> list[Any]:
+    """SGLang's routes. FastAPI does not list those of an included router."""
+    return [route for route in (*app.routes, *loads.routes) if hasattr(route, "name")]
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A channel that has the body once more, and then what the client sends."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def channel() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return channel

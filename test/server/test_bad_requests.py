@@ -1,0 +1,336 @@
+"""Bad requests: each is refused by the name of its field, and none ends a server or its answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import HealthCheck, Phase, given, settings
+
+from sglang_dflash.tiny.prompts import held_out
+from test.server.bodies import Bodies, Case, cases
+from test.server.conftest import on
+from test.servers import Client, chat
+
+SECONDS = 5  # for the answer to a case
+NAN = float("nan")
+HUGE = 2**70
+# Values of sampling parameters that SGLang's types or its scheduler cannot hold.
+SAMPLING: dict[str, list[Any]] = {
+    "max_new_tokens": [1.5, "1", [1], {}, HUGE, -1, NAN],
+    "stop": [1, [1], [[]], {}, ["\ud800"]],
+    "stop_token_ids": [1.5, 1, [1.5], [[1]], "x", [HUGE]],
+    "stop_regex": [0, "(", ["a", "["], [1]],
+    "temperature": ["1", [1], NAN, float("inf"), -1],
+    "top_p": ["1", [0.5], NAN, 0, 2],
+    "top_k": [1.5, "1", [1], 2**40, -2, 0],
+    "min_p": ["1", [0.1], NAN, -1],
+    "frequency_penalty": ["1", [1], NAN, 3],
+    "presence_penalty": ["1", [1], NAN, -3],
+    "repetition_penalty": ["1", [1], NAN, 0, -1],
+    "min_new_tokens": [1.5, "1", [1], 2**40, -1],
+    "n": [1.5, "1", [1], None, 0, -1, 10**9],
+    "json_schema": [{}, 1, ["{}"], True],
+    "regex": [1, ["a"], {}],
+    "ebnf": [1, ["a"], {}],
+    "structural_tag": [1, ["a"], {}],
+    "ignore_eos": ["yes", [True], 2],
+    "skip_special_tokens": ["yes", [True], 2],
+    "spaces_between_special_tokens": ["yes", [True], 2],
+    "no_stop_trim": ["yes", [True], 2],
+    "custom_params": [1, "x", [1]],
+    "stream_interval": [1.5, "1", 0, -1],
+    "logit_bias": [1, [1], {"x": 1}, {"5": "x"}, {"5": NAN}, {"99999": 1}, {"-1": 1}],
+    "sampling_seed": [1.5, "x", [1], HUGE],
+    "no_such_field": [1],
+}
+# Fields that are wrong together.
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("logprob_start_len", {"text": "x", "return_logprob": True, "logprob_start_len": -2}),
+    *(
+        (
+            "stop_token_ids",
+            {"text": "x", "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [t]}},
+        )
+        for t in (-1, 2048)
+    ),
+]
+# The same for the other fields of /generate, with one prompt in no list.
+FIELDS: dict[str, list[Any]] = {
+    "text": [1, [], [1], ["\ud800"], {}],
+    "input_ids": [[[1], []], [[1], 2], "x", [1.5], [HUGE], []],
+    "sampling_params": [[], [{}], "x", 1],
+    "rid": [[], ["a"], 1, {}],
+    "token_ids_logprob": [[[1]], [1.5], "x", [-1]],
+    "top_logprobs_num": [[1], -1, 2049, 1.5],
+    "logprob_start_len": [[1], 1.5, "x"],
+    "return_logprob": [[True], {}, 3],
+    "return_hidden_states": [[True], "x"],
+    "stream": [[], 5, "x"],
+    "lora_id": [[], "x", 1],
+    "lora_path": [["a"], 1, {}],
+    "extra_key": [[], ["a"], 1],
+    "session_params": [[], [{}], {"x": 1}, {"id": 1}, "x"],
+    "custom_logit_processor": [["x"], 1, {}, "x", "{}", '{"callable": "80"}', '{"callable": 1}'],
+    "positional_embed_overrides": ["x", 1, [1], {}],
+    "priority": [1.5, "x", HUGE],
+    "http_worker_ipc": ["x", 1],
+    "decode_tp_size": [[1], "x"],
+    "multi_item_delimiter_indices": [[[1]], 1],
+    "bootstrap_room": [[1], HUGE],
+    "custom_labels": [1, [], {"x": 1}],
+    "input_embeds": [[], [[]], "x", [1.0]],
+    "routed_dp_rank": [5, -1, "x"],
+}
+# Lists of a wrong length, beside two prompts.
+BATCH: dict[str, list[Any]] = {
+    "sampling_params": [[], [{}], [{}, {}, {}], [{}, 1], [{"n": 1}, {"n": 2}]],
+    "rid": [[], ["a"], ["a", "a"], ["a", 1]],
+    "return_logprob": [[], [True]],
+    "top_logprobs_num": [[1], [1, None]],
+    "token_ids_logprob": [[[1]], [[1], [2], [3]], [1, [2]]],
+    "lora_path": [[], ["a"], ["a", 1]],
+    "custom_logit_processor": [[], ["x"]],
+    "video_data": [["x"]],
+    "decode_tp_size": [1],
+    "extra_key": [["a", "b"]],
+    "session_params": [[{}, {}]],
+}
+WRONG = [
+    *(("sampling_params", name, value) for name, values in SAMPLING.items() for value in values),
+    *(("one", name, value) for name, values in FIELDS.items() for value in values),
+    *(("two", name, value) for name, values in BATCH.items() for value in values),
+]
+# What SGLang serves, and a strict reading of its annotations would refuse.
+RIGHT: list[dict[str, Any]] = [
+    {"max_new_tokens": 4.0, "temperature": 0, "top_k": 1.0},
+    {"max_new_tokens": 4, "temperature": None, "top_p": None, "stop": None, "ignore_eos": None},
+    {"max_new_tokens": 4, "stop_token_ids": [None, "5", 6], "stop": []},
+    {"max_new_tokens": 4, "ignore_eos": 1, "logit_bias": {"5": -1, "6": 2.5}},
+    {"max_new_tokens": 4, "custom_params": {"x": [None, {"y": [[]]}]}, "n": 2},
+    {"max_new_tokens": True},
+]
+
+
+# Requests that steer the server, or that reach no generation, and what the refusal names.
+ELSEWHERE: list[tuple[str, Any, str]] = [
+    ("/start_expert_distribution_record", {}, "experts"),
+    ("/start_profile", {"output_dir": "/proc/x/y", "num_steps": 1}, "output_dir"),
+    ("/start_profile", {"profile_prefix": "a/b", "num_steps": 1}, "profile_prefix"),
+    ("/start_profile", {"activities": ["RPD"], "num_steps": 1}, "activities"),
+    ("/stop_profile", None, "not in progress"),
+    ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": None}}, "pp_max"),
+    ("/set_internal_state", {"server_args": {"tp_size": 2}}, "tp_size"),
+    ("/slow_down", {"forward_sleep_time": NAN}, "forward_sleep_time"),
+    ("/release_memory_occupation", {"tags": ["x"]}, "tags"),
+    ("/resume_memory_occupation", {}, "not released"),
+    ("/update_weights_from_disk", {"model_path": "x", "load_format": "x"}, "load_format"),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "IndexError"),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "UnpicklingError"),
+    ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, "group"),
+    ("/send_weights_to_remote_instance", {"master_address": "x", "ports": "1"}, "group"),
+    ("/send_weights_to_remote_instance", {"master_address": "x", "ports": "1,2"}, "ports"),
+    ("/get_weights_by_name", {"name": "x", "rid": ["x"]}, "failed"),
+    ("/configure_logging", {"log_level": "x"}, "log_level"),
+    ("/configure_logging", {"log_requests_level": 9}, "log_requests_level"),
+    ("/parse_function_call", {"text": "x"}, "tool_call_parser"),
+    ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "reasoning_parser"),
+    ("/vertex_generate", {"instances": [{"text": "x"}], "parameters": {"y": 1}}, "parameters"),
+    ("/v1/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/v1/responses", {}, "input"),
+    ("/v1/chat/completions", {"model": "x", "messages": [], "response_format": 1}, "response_f"),
+    ("/v1/completions", {"model": "x", "prompt": ["x"], "extra_key": ["x"]}, "extra_key"),
+    ("/remove_external_corpus", [], "body"),
+    ("/add_external_corpus", 5, "body"),
+    ("/v1/messages/count_tokens", {"model": "x", "messages": []}, "messages"),
+    ("/api/chat", {"model": "x", "messages": []}, "messages"),
+    ("/api/generate", {"model": "x", "prompt": "x", "options": {"temperature": -1}}, "temperature"),
+    ("/encode", {"text": ["x"], "rid": "x"}, "embedding"),
+]
+
+
+@pytest.fixture(scope="module")
+def right(reference: Client) -> list[int]:
+    ids: list[int] = reference.generate(PROMPT)["output_ids"]
+    return ids
+
+
+PROMPT = chat(held_out("word", 1, seed=11)[0].prompt)
+
+
+@pytest.fixture
+def still_right(server: Client, right: list[int]) -> Iterator[None]:
+    """After the test, the server is alive, has lost no slot and answers as the reference."""
+    yield
+    assert server.server.alive, server.server.tail(60)
+    server.flush()  # SGLang's checks of its memory run when it is idle
+    assert server.generate(PROMPT)["output_ids"] == right
+
+
+def body_of(kind: str, name: str, value: Any) -> dict[str, Any]:
+    if kind == "sampling_params":
+        return {"text": "x", "sampling_params": {"max_new_tokens": 2, name: value}}
+    if kind == "two":
+        return {"text": ["x", "y"], name: value}
+    prompt = {} if name in ("input_ids", "input_embeds") else {"text": "x"}
+    return {**prompt, name: value}
+
+
+def post(server: Client, path: str, body: Any) -> requests.Response:
+    data = json.dumps(body)  # `requests` itself refuses NaN
+    headers = {"content-type": "application/json"}
+    return requests.post(f"{server.url}{path}", data=data, headers=headers, timeout=60)
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_each_wrong_field_is_named(server: Client) -> None:
+    failed = []
+    alone = [(name, body_of(kind, name, value)) for kind, name, value in WRONG]
+    for name, body in [*alone, *TOGETHER]:
+        answer = post(server, "/generate", body)
+        named = name in answer.text or "surrogate" in answer.text
+        if answer.status_code != 400 or not named:
+            failed.append((body, answer.status_code, answer.text[:200]))
+    assert not failed, "\n".join(map(str, failed))
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_what_sglang_serves_is_served(server: Client) -> None:
+    for params in RIGHT:
+        answer = post(server, "/generate", {"text": "def f(", "sampling_params": params})
+        assert answer.status_code == 200, (params, answer.text)
+    batch = {
+        "text": ["x", "y"],
+        "rid": ["bad-a", "bad-b"],
+        "return_logprob": [True, False],
+        "token_ids_logprob": [[1], [2, 3]],
+        "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}],
+        "image_data": [],
+    }
+    answers = post(server, "/generate", batch)
+    assert [a["meta_info"]["completion_tokens"] for a in answers.json()] == [2, 3], answers.text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_other_endpoints_say_what_is_wrong(server: Client) -> None:
+    failed = []
+    for path, body, named in ELSEWHERE:
+        answer = post(server, path, body)
+        if answer.status_code != 400 or named.lower() not in answer.text.lower():
+            failed.append((path, body, answer.status_code, answer.text[:200]))
+    assert not failed, "\n".join(map(str, failed))
+    assert requests.get(f"{server.url}/v1/loads?include=x", timeout=60).status_code == 400
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_memory_is_not_released_under_an_answer(server: Client) -> None:
+    """SGLang's scheduler ends in an assertion. The answer is the one that it is alone."""
+    alone = server.generate("def f(", max_new_tokens=160, ignore_eos=True)["output_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, "def f(", max_new_tokens=160, ignore_eos=True)
+        time.sleep(0.3)
+        refused = post(server, "/release_memory_occupation", {})
+        assert answer.result()["output_ids"] == alone
+    assert refused.status_code == 400, refused.text
+    assert "running" in refused.text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_a_session_begins_anew(server: Client) -> None:
+    """`replace` without `rid` forgets the history, also where two requests had one id."""
+    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    short: dict[str, Any] = {"max_new_tokens": 4}
+    first = server.generate("def f(", **short)["output_ids"]
+    for rid in ("twice", "twice", "anew"):
+        asked = {"id": session, "replace": rid == "anew"}
+        answer = server.generate("def f(", session_params=asked, rid=rid, **short)
+        assert answer["output_ids"] == first
+    assert server.post("/close_session", {"session_id": session}).status_code < 500
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_a_stream_says_so(server: Client) -> None:
+    """SGLang has begun a stream before it looks at the request."""
+    body = {"text": "x", "stream": True, "sampling_params": {"stop": 1}}
+    assert '"code":400' in post(server, "/generate", body).text
+    body = {"model": "x", "prompt": "x", "stream": True, "options": {"stop": 1}}
+    assert post(server, "/api/generate", body).status_code == 400
+
+
+def failure(server: Client, case: Case) -> str | None:
+    """What is wrong with the answer to a request; None for nothing."""
+    try:
+        answer = requests.request(
+            case.method,
+            f"{server.url}{case.path}",
+            params=case.query,
+            data=case.form if case.body is None else case.body,
+            files={"file": b"x"} if case.form and "file" in case.form else None,
+            headers={} if case.body is None else {"content-type": "application/json"},
+            timeout=SECONDS,
+            stream=True,
+        )
+        text = _beginning(answer)
+    except requests.Timeout:  # a long answer; SGLang ends it when its client has gone
+        return None
+    except requests.RequestException as error:
+        return str(error)
+    if answer.status_code >= 500 or re.search(r'"code":\s*5\d\d', text):
+        return f"{answer.status_code} {text[:500]}"
+    return None
+
+
+def _beginning(answer: requests.Response) -> str:
+    """What a stream sends within a few seconds, or the whole answer."""
+    end, read = time.monotonic() + SECONDS, b""
+    for chunk in answer.iter_content(None):
+        read += chunk
+        if time.monotonic() > end:
+            break
+    answer.close()
+    return read.decode(errors="replace")
+
+
+def fuzz(server: Client, examples: int) -> None:
+    bodies = Bodies(requests.get(f"{server.url}/openapi.json", timeout=60).json())
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # a server that has ended has no smaller failure
+    )
+    @given(cases(bodies))
+    def each(case: Case) -> None:
+        wrong = failure(server, case)
+        assert wrong is None, f"{case}\n{wrong}"
+        assert server.server.alive, f"{case}\n{server.server.tail(60)}"
+
+    each()
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_no_request_is_an_error_of_the_server(server: Client) -> None:
+    fuzz(server, 200)
+
+
+@pytest.mark.full
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_none_of_many_is(server: Client) -> None:
+    fuzz(server, 2_000)

@@ -1,0 +1,101 @@
+"""Rules of requests in process: what `sglang.Engine` passes, and what the door reads of bodies."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_dflash.errors import Refusal
+from sglang_dflash.requests.generation import check_request
+from sglang_dflash.requests.http_door import DEEPEST, HALF, deeper, refuse_unwritable
+
+MANAGER = SimpleNamespace(
+    server_args=SimpleNamespace(
+        speculative_algorithm="DFLASH",
+        enable_metrics=True,
+        tokenizer_metrics_allowed_custom_labels=["team"],
+    ),
+    model_config=SimpleNamespace(vocab_size=2048, hidden_size=4),
+)
+
+
+def read(**fields: Any) -> GenerateReqInput:
+    request = GenerateReqInput(**fields)
+    check_request(MANAGER, request)
+    return request
+
+
+def test_values_of_numpy_become_plain() -> None:
+    params = {"temperature": np.float32(0.5), "max_new_tokens": np.int64(3)}
+    request = read(input_ids=np.array([1, 2]), sampling_params=params)
+    assert request.input_ids == [1, 2]
+    assert request.sampling_params == {"temperature": 0.5, "max_new_tokens": 3}
+    assert type(request.sampling_params["max_new_tokens"]) is int
+
+
+def test_a_tokenizers_result_is_a_prompt() -> None:
+    """Ollama's chat passes what Transformers' `apply_chat_template` returns."""
+    assert read(input_ids={"input_ids": [1, 2], "attention_mask": [1, 1]}).input_ids == [1, 2]
+
+
+def test_custom_params_are_free() -> None:
+    kept: dict[Any, Any] = {"f": print, 1: object(), "nan": float("nan")}
+    assert read(text="x", sampling_params={"custom_params": kept}).sampling_params == {
+        "custom_params": kept
+    }
+
+
+def test_biases_stay_finite() -> None:
+    bias = {"5": float("-inf"), 6: 1e308, 7: 2}
+    read_bias = read(text="x", sampling_params={"logit_bias": bias}).sampling_params["logit_bias"]
+    assert read_bias == {5: -1e30, 6: 1e30, 7: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("input_embeds", {"input_embeds": [[0.5, 0.5]]}),
+        ("input_embeds", {"input_embeds": [[[0.5] * 4], [[0.5] * 3]]}),
+        ("custom_labels", {"text": "x", "custom_labels": {"other": "x"}}),
+        ("modalities", {"text": "x", "sampling_params": {"n": 2}, "modalities": ["image"]}),
+        ("lora_path", {"text": "x", "sampling_params": {"n": 2}, "lora_path": ["a", "b"]}),
+        ("text and input_ids", {"text": "x", "input_ids": [[1]]}),
+        ("prompt", {}),
+    ],
+)
+def test_refused(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=field):
+        read(**fields)
+
+
+def test_other_algorithms_are_left_alone() -> None:
+    alone = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=None))
+    check_request(alone, GenerateReqInput(lora_id=[]))
+
+
+def test_depth_counts_no_brackets_in_text() -> None:
+    nested: Any = 1
+    for _ in range(DEEPEST):
+        nested = [nested]
+    assert not deeper(json.dumps(nested).encode(), DEEPEST)
+    assert deeper(json.dumps([nested]).encode(), DEEPEST)
+    assert not deeper(json.dumps(["[" * 999, '\\"[', [1]] * 999).encode(), DEEPEST)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udc00", "\ud83dx", "\udc00\ud800"])
+def test_half_of_a_surrogate_pair_is_found(text: str) -> None:
+    body = json.dumps({"a": [{text: 1}]}).encode()
+    assert HALF.search(body)
+    with pytest.raises(Refusal, match="surrogate"):
+        refuse_unwritable(json.loads(body))
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "é", "\\ud800"])
+def test_whole_pairs_are_served(text: str) -> None:
+    refuse_unwritable([text])
+    assert text == "\\ud800" or not HALF.search(json.dumps(text).encode())
