@@ -19,7 +19,7 @@ demo: $(READY)  ## both servers, 8 prompts, a table
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
-test: $(READY)  ## the CI set, about 11 minutes on 2 cores
+test: $(READY)  ## the CI set, about 12 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
 	  --no-loadscope-reorder --durations 15
 

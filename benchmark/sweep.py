@@ -171,7 +171,7 @@ class Sweep:
         sides = [make_side(name, args, args.simulate_accept_length) for name in names]
         for together in [[side] for side in sides] if args.apart and sides else [sides]:
             started = ", ".join(side.name for side in together)
-            self._console.print(f"Starting {started or 'nothing'}: {axes}")
+            self._console.print(f"Starting {started or 'nothing'}: {_shown(axes)}", highlight=False)
             with serving(together, failed) as servers:
                 self._points(self._given | {n: s.url for n, s in servers.items()}, todo)
 
@@ -183,8 +183,7 @@ class Sweep:
         for url, prompts in itertools.product(urls.values(), self._sets.values()):
             answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
         for number, point in enumerate(todo, start=1):
-            shown = ", ".join(f"{key} {value}" for key, value in point.items() if value is not None)
-            self._console.print(f"{number} of {len(todo)}: {shown}", highlight=False)
+            self._console.print(f"{number} of {len(todo)}: {_shown(point)}", highlight=False)
             self._point(urls, point)
 
     def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
@@ -226,6 +225,10 @@ class Sweep:
         parts = len(self._args.data) if self._args.mix else 1
         of_each = -(-self._args.per_slot * point["concurrency"] // parts)
         return prompts[: of_each * parts]
+
+
+def _shown(point: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in point.items() if value is not None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
