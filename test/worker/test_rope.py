@@ -11,10 +11,12 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.checkpoint import load_config
+from sglang_dflash.model import rope
 from sglang_dflash.model.rope import rotary_embeddings
 from sglang_dflash.tiny import TARGET
 from test import inprocess  # loads the plugin
-from test.checkpoints import draft_config, write_draft
+from test.checkpoints import BLOCK, draft_config, write_draft
+from test.inprocess import InProcess
 
 assert inprocess
 
@@ -73,3 +75,14 @@ def test_layers_of_different_rope_have_their_own(tmp_path: Path) -> None:
     config = draft_config(rope_parameters=ropes, layer_types=kinds, sliding_window=12)
     first, second = rotary_embeddings(load_config(write_draft(tmp_path, config, {})))
     assert not torch.equal(first.cos_sin_cache, second.cos_sin_cache)
+
+
+def test_tables_reach_the_served_length(
+    target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config may state any length, so tables begin short. A block may lie behind the context."""
+    monkeypatch.setattr(rope, "FIRST_POSITIONS", 16)
+    with InProcess(target, draft) as engine:
+        length = engine.worker.model_config.context_len + 2 * BLOCK
+        for layer in engine.worker.draft_model_runner.model.layers:
+            assert len(layer.self_attn.rotary_emb.cos_sin_cache) >= length
