@@ -20,12 +20,12 @@ from sglang_dflash.server_args import draft_config
 def make_draft_worker(
     server_args: ServerArgs,
     target: TpModelWorker,
-    rows: ReqToTokenPool,
+    pool: ReqToTokenPool,
     kernels: Kernels,
     weigh: bool,
     **place: int | None,
 ) -> TpModelWorker:
-    """Make the TP worker of the draft, with these rows and the target's allocator.
+    """Make the TP worker of the draft, with this pool of rows and the target's allocator.
 
     weigh: the draft also computes the probability of each drafted token.
 
@@ -40,7 +40,7 @@ def make_draft_worker(
             server_args=args,
             pp_rank=0,
             is_draft_worker=True,
-            req_to_token_pool=rows,
+            req_to_token_pool=pool,
             token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
             memory_pool_config=target.model_runner.memory_pool_config,
             **place,
@@ -70,8 +70,8 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     args.attention_backend = server_args.speculative_draft_attention_backend
     args.speculative_draft_attention_backend = None
     args.prefill_attention_backend = args.decode_attention_backend = None
-    # A draft that predicts from the anchor reads one position fewer than the target verifies.
-    args.speculative_num_draft_tokens -= draft_config(server_args).sample_from_anchor
+    block_size = server_args.speculative_num_draft_tokens
+    args.speculative_num_draft_tokens = draft_config(server_args).width_of(block_size)
     args.context_length = context_len
     args.dtype = str(dtype).removeprefix("torch.")
     args.kv_cache_dtype = "auto"

@@ -180,6 +180,13 @@ DFLASH_HOOKS = (
         "SGLang's scheduler asserts that the group exists",
     ),
     Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_disk",
+        "BEFORE",
+        "hooks:before_new_weights",
+        "SGLang captures graphs anew with the attention backend of the last verify width",
+    ),
+    Hook(
         "managers.utils.is_health_check_generate_req",
         "AROUND",
         "requests.control:is_health_check",

@@ -232,6 +232,12 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
     return int(batch.req_to_token_pool.dflash_slots.needed(reqs))
 
 
+def before_new_weights(updater: Any, request: Any) -> None:
+    """BEFORE `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
+    if get_global_server_args().speculative_algorithm == "DFLASH":
+        updater.draft_worker.before_new_weights()
+
+
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
     """AFTER `_compute_cell_size`: a token takes KV of the target and KV of the draft."""
     return result + _draft_bytes_per_token(runner)

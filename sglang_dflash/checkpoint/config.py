@@ -131,6 +131,13 @@ class DFlashConfig:
         """Positions of a whole block as the target verifies it: the anchor and every draft."""
         return self.draft_width + self.sample_from_anchor
 
+    def width_of(self, block_size: int) -> int:
+        """Positions that the draft reads of a served block of this size.
+
+        A draft that predicts from the anchor reads one position fewer than the target verifies.
+        """
+        return block_size - 1 if self.sample_from_anchor else block_size
+
     @property
     def first_drafting(self) -> int:
         """The first position that predicts a draft. Each one behind it predicts one, too."""

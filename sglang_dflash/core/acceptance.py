@@ -25,15 +25,26 @@ def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
     return num_accepted, bonus
 
 
+class Outcome(NamedTuple):
+    """What the target says to a block."""
+
+    drawn: Tensor  # [B, w] int64, the target's draw after each block position
+    num_accepted: Tensor  # [B] int64 in 0..w-1
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Outcome:
+        """Views of `Accepted.packed`, on the device or on the host."""
+        return cls(packed[:, :-1], packed[:, -1])
+
+
 class Accepted(NamedTuple):
     """The result of a step, on the device."""
 
-    packed: Tensor  # [B, w + 1] int64, the target's draws, then num_accepted: one copy to the host
+    packed: Tensor  # [B, w + 1] int64, an `Outcome` in one tensor, for one copy to the host
     bonus: Tensor  # [B] int64, the last committed token and next anchor
     lens: Tensor  # [B] int64, tokens before the bonus
-    kv_slots: Tensor  # [B, w] int64, slots of the anchor and the accepted drafts, 0 behind them
+    kv_slots: Tensor  # [B, w] int64, slots of the anchor and the accepted drafts, then 0
 
     @property
-    def num_accepted(self) -> Tensor:
-        """The accepted drafts of each request, [B] int64."""
-        return self.packed[:, -1]
+    def outcome(self) -> Outcome:
+        return Outcome.unpack(self.packed)

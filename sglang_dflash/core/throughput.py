@@ -46,9 +46,10 @@ class Survival:
         right = self._drafts < accepted
         tried = (self._drafts <= accepted) & (self._drafts < widths[:, None] - 1)
         where = np.broadcast_to(self._drafts, probabilities.shape), _bins(probabilities)
-        for counts, seen in ((self._tried, tried), (self._right, right)):
-            counts *= DECAY
-            np.add.at(counts, where, seen)
+        self._tried *= DECAY
+        self._right *= DECAY
+        np.add.at(self._tried, where, tried)
+        np.add.at(self._right, where, right)
 
 
 def _bins(probabilities: Array) -> Array:

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -168,8 +168,6 @@ def _compiled(source: str) -> CodeType:
 class CpuGraphs:
     """Replaces SGLang's piecewise CUDA graph runner, for forwards of blocks."""
 
-    capture_hidden_mode = CaptureHiddenMode.NULL  # of the forwards that are captured
-
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._repeated: set[str] = set()  # sources whose replay has given the same output
@@ -199,8 +197,7 @@ class CpuGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         if not self._works or not batch.forward_mode.is_target_verify():
             return False
-        few = len(batch.input_ids) <= MOST_TOKENS
-        return few and batch.capture_hidden_mode == self.capture_hidden_mode
+        return len(batch.input_ids) <= MOST_TOKENS
 
     def replay(self, batch: ForwardBatch, **others: object) -> LogitsProcessorOutput:
         """Run a forward of the batch. The first one of a kind is captured. others: None each."""

@@ -32,17 +32,17 @@ class View:
 
     causal: bool
     left: int | None  # tokens before a query that it sees, None: all
-    anchored: int | None  # tokens before the first query that all see, None: no limit
+    anchor_window: int | None  # tokens before the first query that all see, None: no limit
 
     @classmethod
     def of(cls, layer: RadixAttention) -> View:
-        anchored = getattr(layer, "anchored", None)
+        anchor_window = getattr(layer, "anchor_window", None)
         window = layer.sliding_window_size
-        sliding = window is not None and window > -1 and anchored is None
+        sliding = window is not None and window > -1 and anchor_window is None
         return cls(
             causal=layer.attn_type != AttentionType.ENCODER_ONLY,
             left=window if sliding else None,
-            anchored=anchored,
+            anchor_window=anchor_window,
         )
 
 
@@ -67,7 +67,7 @@ class Segment:
 
         With a mask of bools, the kernel would convert it to this form in every layer.
         """
-        triangle = view.causal and view.left is None and view.anchored is None
+        triangle = view.causal and view.left is None and view.anchor_window is None
         if triangle and not self.few and self.queries in (1, len(self.slots)):
             return None
         if (seen := self._seen(view)) is None:
@@ -77,14 +77,14 @@ class Segment:
 
     def _seen(self, view: View) -> Tensor | None:
         q, kv = self.queries, len(self.slots)
-        if view.left is None and view.anchored is None and not view.causal:
+        if view.left is None and view.anchor_window is None and not view.causal:
             return None
         at, key = torch.arange(kv - q, kv)[:, None], torch.arange(kv)
         seen = key <= at if view.causal else torch.ones(q, kv, dtype=torch.bool)
         if view.left is not None:
             seen = seen & (key >= at - view.left)
-        if view.anchored is not None:
-            seen = seen & (key >= kv - q - view.anchored)
+        if view.anchor_window is not None:
+            seen = seen & (key >= kv - q - view.anchor_window)
         return seen
 
 

@@ -1,4 +1,7 @@
-"""Triton kernels. Each is beside its torch twin, and `Kernels.on` chooses between them once."""
+"""Triton kernels, chosen once by `Kernels.on`.
+
+A kernel whose result a CPU needs, too, is beside its torch twin.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +38,22 @@ class Kernels(NamedTuple):
         """device: its type, "cuda" for Triton. Any other device runs the torch twins."""
         if device == "cuda":
             return cls(
-                next_block.launch_next_block,
-                argmax.launch_largest,
-                biased_argmax.launch_biased_largest,
-                biased_argmax.rows_first,
-                accept.launch_accept,
-                store_kv.launch_store_kv,
-                store_kv.all_tokens,
-                replay_states.launch_replay_states,
+                next_block=next_block.launch_next_block,
+                largest=argmax.launch_largest,
+                biased_largest=biased_argmax.launch_biased_largest,
+                bias_layout=biased_argmax.rows_first,
+                accept=accept.launch_accept,
+                store_kv=store_kv.launch_store_kv,
+                written=store_kv.all_tokens,
+                replay_states=replay_states.launch_replay_states,
             )
         return cls(
-            next_block.next_block_in_torch,
-            argmax.largest_in_torch,
-            biased_argmax.biased_largest_in_torch,
-            biased_argmax.columns_first,
-            accept.accept_in_torch,
-            store_kv.store_kv_in_torch,
-            store_kv.written_tokens,
-            replay_states.replay_states_in_torch,
+            next_block=next_block.next_block_in_torch,
+            largest=argmax.largest_in_torch,
+            biased_largest=biased_argmax.biased_largest_in_torch,
+            bias_layout=biased_argmax.columns_first,
+            accept=accept.accept_in_torch,
+            store_kv=store_kv.store_kv_in_torch,
+            written=store_kv.written_tokens,
+            replay_states=replay_states.replay_states_in_torch,
         )

@@ -15,15 +15,15 @@ def launch_accept(
     target_ids: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
-    most: int,
-    given: Tensor | None = None,
+    max_len: int,
+    simulated: Tensor | None = None,
 ) -> Accepted:
-    """Apply the rule of `core.acceptance`, or accept a given number of drafts.
+    """Apply the rule of `core.acceptance`, or accept a simulated number of drafts.
 
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, contiguous; slots:
-    [B, w] int64, KV slots of the block; seq_lens: [B] int64, tokens before the anchor; most: upper
-    bound of the new lengths; given: [B] int64 in 0..w-1, the number of drafts to accept, or None
-    for the rule. Rows of `block` and `slots` are contiguous. One program per request.
+    [B, w] int64, KV slots of the block; seq_lens: [B] int64, tokens before the anchor; max_len:
+    upper bound of the new lengths; simulated: [B] int64 in 0..w-1, the number of drafts to accept,
+    or None for the rule. Rows of `block` and `slots` are contiguous. One program per request.
     """
     requests, width = target_ids.shape
     assert target_ids.is_contiguous()
@@ -40,9 +40,9 @@ def launch_accept(
         target_ids,
         slots,
         seq_lens,
-        given,
+        simulated,
         *accepted,
-        most,
+        max_len,
         block.stride(0),
         slots.stride(0),
         width=width,
@@ -57,38 +57,38 @@ def accept_in_torch(
     target_ids: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
-    most: int,
-    given: Tensor | None = None,
+    max_len: int,
+    simulated: Tensor | None = None,
 ) -> Accepted:
     """The twin of `launch_accept`."""
-    if given is None:
+    if simulated is None:
         num_accepted, bonus = accept(block, target_ids)
     else:
-        num_accepted = given
-        bonus = target_ids.gather(1, given[:, None]).squeeze(1)
+        num_accepted = simulated
+        bonus = target_ids.gather(1, simulated[:, None]).squeeze(1)
     position = torch.arange(target_ids.shape[1], device=target_ids.device)
     rejected = position > num_accepted[:, None]  # [B, w]
     return Accepted(
         packed=torch.cat([target_ids, num_accepted[:, None]], dim=1),
         bonus=bonus,
-        lens=(seq_lens + num_accepted + 1).clamp(max=most),
+        lens=(seq_lens + num_accepted + 1).clamp(max=max_len),
         kv_slots=slots.masked_fill(rejected, 0),
     )
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
-@triton.jit(do_not_specialize=["most", "block_stride", "slots_stride"])
+@triton.jit(do_not_specialize=["max_len", "block_stride", "slots_stride"])
 def _accept(  # type: ignore[no-untyped-def]
     block,  # [B, w] int64
     target_ids,  # [B, w] int64
     slots,  # [B, w] int64
     seq_lens,  # [B] int64
-    given,  # [B] int64 or None
+    simulated,  # [B] int64 or None
     packed,  # [B, w + 1] int64
     bonus,  # [B] int64
     lens,  # [B] int64
     kv_slots,  # [B, w] int64
-    most,
+    max_len,
     block_stride,
     slots_stride,
     width: tl.constexpr,
@@ -98,15 +98,15 @@ def _accept(  # type: ignore[no-untyped-def]
     position = tl.arange(0, padded)
     real = position < width
     drawn = tl.load(target_ids + request * width + position, real, 0)
-    if given is None:
+    if simulated is None:
         draft = tl.load(block + request * block_stride + position + 1, position < width - 1, 0)
         ends = (draft != drawn) | (position >= width - 1)
         num_accepted = tl.min(tl.where(ends, position, padded)).to(tl.int64)
     else:
-        num_accepted = tl.load(given + request)
+        num_accepted = tl.load(simulated + request)
     tl.store(packed + request * (width + 1) + position, drawn, real)
     tl.store(packed + request * (width + 1) + width, num_accepted)
     tl.store(bonus + request, tl.load(target_ids + request * width + num_accepted))
-    tl.store(lens + request, tl.minimum(tl.load(seq_lens + request) + num_accepted + 1, most))
+    tl.store(lens + request, tl.minimum(tl.load(seq_lens + request) + num_accepted + 1, max_len))
     slot = tl.load(slots + request * slots_stride + position, position <= num_accepted, 0)
     tl.store(kv_slots + request * width + position, slot, real)

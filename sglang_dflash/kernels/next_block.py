@@ -66,9 +66,9 @@ def next_block_in_torch(
     return NextBlock(token_ids, positions, slots)
 
 
-def block_positions(seq_lens: Tensor, block_size: int) -> Tensor:
-    """Absolute positions, [B, N] int64. seq_lens: [B] int64, tokens before the anchor."""
-    return seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
+def block_positions(seq_lens: Tensor, width: int) -> Tensor:
+    """Absolute positions, [B, width] int64. seq_lens: [B] int64, tokens before the anchor."""
+    return seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.

@@ -33,7 +33,7 @@ class CandidateSelector(nn.Module):
         vocabulary.fit_input(self.successor_codebook)
 
     def edges(self, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
-        """What a candidate gets from each token that may be before it: [B, S, k, k] float32.
+        """The score of a candidate after each possible token before it: [B, S, k, k] float32.
 
         hidden: [B, S, H]; before, ids: [B, S, k] int64. The last dimension is that of `ids`.
         """
@@ -69,8 +69,8 @@ class Selection(InOrder):
         drafts = ids.gather(2, steps[:, 1:]).flatten()
         if not weigh:
             return Predicted(drafts, None)
-        rows = steps[:, :-1, :, None].expand(-1, -1, -1, self._selector.top_k)
-        weights = scores.gather(2, rows).softmax(dim=3).amax(dim=3)  # [B, S, 1]
+        taken = steps[:, :-1, :, None].expand(-1, -1, -1, self._selector.top_k)
+        weights = scores.gather(2, taken).softmax(dim=3).amax(dim=3)  # [B, S, 1]
         return Predicted(drafts, weights.flatten())
 
     def _candidates(self, drafting: Tensor) -> Candidates:

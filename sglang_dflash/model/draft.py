@@ -65,12 +65,12 @@ class DFlashAttention(nn.Module):
             sliding_window_size=-1 if view.left is None else view.left,
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
-        self.attn.anchored = (
-            view.window if view.anchored else None
-        )  # SGLang's layer has no field for it
+        # SGLang's layer has no field for it: the tokens before the anchor that all positions see.
+        self.attn.anchor_window = view.window if view.anchored else None
         self.q_size, self.kv_size = num_heads * dim, self.num_kv_heads * dim
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """Attend over context and block. positions: [n] int64; hidden: [n, H] -> [n, H]."""
         qkv, _ = self.qkv_proj(hidden)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
@@ -95,6 +95,7 @@ class DFlashLayer(nn.Module):
     def forward(
         self, positions: Tensor, hidden: Tensor, batch: ForwardBatch, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """The layer's output and its residual, [n, H] each; both are added by the next norm."""
         if residual is None:
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
@@ -113,7 +114,7 @@ class DFlashLayer(nn.Module):
 
 
 class ConvolvedLayer(DFlashLayer):
-    """A layer whose sublayers have a convolution before and behind them (DFlash 2)."""
+    """A layer whose sublayers have a convolution before and after them (DFlash 2)."""
 
     def __init__(
         self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
@@ -124,12 +125,15 @@ class ConvolvedLayer(DFlashLayer):
         self.mlp_conv = BlockConvolution(config.hidden_size, config.convolution)
 
     def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        hidden, kernel = self.attention_conv.before(hidden)
-        return self.attention_conv.behind(super()._attend(positions, hidden, batch), kernel)
+        conv = self.attention_conv
+        before, after = conv.kernels(hidden)
+        attended = super()._attend(positions, conv.convolve(hidden, before), batch)
+        return conv.convolve(attended, after)
 
     def _transform(self, hidden: Tensor) -> Tensor:
-        hidden, kernel = self.mlp_conv.before(hidden)
-        return self.mlp_conv.behind(super()._transform(hidden), kernel)
+        conv = self.mlp_conv
+        before, after = conv.kernels(hidden)
+        return conv.convolve(super()._transform(conv.convolve(hidden, before)), after)
 
 
 class DFlashDraftModel(nn.Module):

@@ -1,4 +1,4 @@
-"""What the families share that draft the positions of a block one after another.
+"""The common part of families that draft the positions of a block one after another.
 
 All logits of a block come from one GEMM. A head adds to those of each position by the tokens before
 it.

@@ -20,7 +20,8 @@ class MarkovHead(nn.Module):
     """The bias of a token's logits: `markov_w2` times a latent of the token before ("vanilla").
 
     Kinds differ in the latent. It may read the hidden state, [B, H], and a state that begins at
-    None in every block. What depends on hidden states alone is computed for all positions at once.
+    None in every block. The part that reads hidden states alone is computed for all positions at
+    once.
     """
 
     def __init__(self, config: DFlashConfig, markov: Markov) -> None:
@@ -112,7 +113,7 @@ class Chain(InOrder):
         logits = self._logits(drafting).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
         token, state = token_ids[:, 0], None  # [B], the anchors
-        drafts, rows = [], []
+        drafts, markov_rows = [], []
         for position in range(self._width):
             row = w1.index_select(0, token)
             latent, state = markov.latent(row, of_hidden[position], state)
@@ -122,10 +123,10 @@ class Chain(InOrder):
             draft = vocabulary.biased_largest(here, latent, w2, weigh and self._confidence is None)
             token = draft.ids
             drafts.append(draft)
-            rows.append(row)
+            markov_rows.append(row)
         found = Predicted.of_blocks(drafts)
         if not weigh or self._confidence is None:
             return found
-        before = torch.stack(rows, dim=1).flatten(0, 1)
+        before = torch.stack(markov_rows, dim=1).flatten(0, 1)
         confidence = self._confidence(drafting.flatten(0, 1), before)
         return Predicted(found.ids, confidence)

@@ -34,15 +34,15 @@ class ConfidenceHead(nn.Module):
         self.with_markov = confidence.with_markov
         self.proj = nn.Linear(config.hidden_size + rank, 1)
 
-    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, markov_rows: Tensor | None = None) -> Tensor:
         """[n] float32.
 
-        hidden: [n, H]; rows: [n, r], `markov_w1` of each token before, if the draft has it.
+        hidden: [n, H]; markov_rows: [n, r], `markov_w1` of each token before, if the draft has it.
         """
         inputs = hidden
         if self.with_markov:
-            assert rows is not None
-            inputs = torch.cat([hidden, rows], dim=1)
+            assert markov_rows is not None
+            inputs = torch.cat([hidden, markov_rows], dim=1)
         logits: Tensor = self.proj(inputs)
         return logits.squeeze(1).float().sigmoid()
 
@@ -57,7 +57,7 @@ class Independent:
         vocabulary: Vocabulary,
         width: int,
     ) -> None:
-        """width: positions N that the draft reads at once, the same for every request."""
+        """width: positions that the draft reads at once, the same for every request."""
         self._vocabulary, self._confidence = vocabulary, confidence
         self._width, self._first = width, config.first_drafting
         self.apart = confidence is not None or vocabulary.whole_head

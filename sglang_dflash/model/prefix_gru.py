@@ -36,7 +36,7 @@ class PrefixCell(nn.Module):
 
 
 class Correction(nn.Sequential):
-    """What is added to a draft's logits: two layers over [hidden state; GRU state]."""
+    """The term that is added to a draft's logits: two layers over [hidden state; GRU state]."""
 
     def __init__(self, config: DFlashConfig, gru: PrefixGRU) -> None:
         columns = config.draft_vocab_size or config.vocab_size

@@ -191,9 +191,8 @@ class Vocabulary:
         known = torch.cat([values, (index + self.first_id).float()], dim=1).view(-1, 2, ours)
         known = F.pad(known, (0, count - ours), value=float("-inf"))
         ranks = self._group.all_gather(known[None], dim=0)  # [ranks, n, 2, k]
-        values, ids = (
-            ranks.permute(2, 1, 0, 3).flatten(2).unbind(0)
-        )  # [n, ranks * k], by ascending id
+        # [n, ranks * k] each, by ascending id
+        values, ids = ranks.permute(2, 1, 0, 3).flatten(2).unbind(0)
         order = values.sort(dim=1, descending=True, stable=True).indices
         first = order[:, :count].sort(dim=1).values
         return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))

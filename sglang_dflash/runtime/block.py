@@ -30,7 +30,9 @@ class DFlashBlock(SpecInput):
     token_ids: Tensor  # [B, N] int64, column 0 is the anchor
     position_ids: Tensor  # [B, N] int64
     slots: Tensor  # [B, N] int64, KV slots in both pools
-    probabilities: Tensor | None = None  # [B, N-1] float32, the draft's own, if computed
+    probabilities: Tensor | None = (
+        None  # [B, N-1] float32, the draft's own; None: cut, or not asked
+    )
     present: Tensor | None = None  # [B, N] bool, a prefix of each row; None: all positions
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
     topk: int = 1
@@ -71,12 +73,8 @@ class DFlashBlock(SpecInput):
         """Cut the block to its first `width` columns."""
         if width == self.draft_token_num:
             return self
-        probabilities = self.probabilities
         return DFlashBlock(
-            self.token_ids[:, :width],
-            self.position_ids[:, :width],
-            self.slots[:, :width],
-            None if probabilities is None else probabilities[:, : width - 1],
+            self.token_ids[:, :width], self.position_ids[:, :width], self.slots[:, :width]
         )
 
     def cut(self, widths: Array) -> DFlashBlock:
@@ -89,8 +87,7 @@ class DFlashBlock(SpecInput):
             block.token_ids,
             block.position_ids,
             block.slots,
-            block.probabilities,
-            torch.from_numpy(present).to(block.slots.device),
+            present=torch.from_numpy(present).to(block.slots.device),
         )
 
     def filtered(self, indices: Tensor) -> DFlashBlock:

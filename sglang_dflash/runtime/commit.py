@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.acceptance import Accepted, Outcome
 from sglang_dflash.runtime.logit_rules import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepObserver
@@ -30,20 +30,22 @@ class Committed:
 
 
 class Committer:
+    """Ends a step on the host."""
+
     def __init__(self, states: TargetStates, observers: list[StepObserver]) -> None:
         self._states, self.observers = states, observers
 
     def commit(
-        self, batch: ScheduleBatch, verified: Verified, packed: Tensor
+        self, batch: ScheduleBatch, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
-        """Give the accepted tokens to their requests. packed: `Accepted.packed` on the host."""
+        """Give the accepted tokens to their requests. outcome: of the step, on the host."""
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
-            num_committed = verified.accepted.num_accepted + 1
+            num_committed = verified.accepted.outcome.num_accepted + 1
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, num_committed)
         widths = block.lens
-        committed = self._commit_requests(batch, packed.tolist(), widths)
+        committed = self._commit_requests(batch, outcome, widths)
         tokens = [each.tokens for each in committed]
         accepted = [each.num_accepted for each in committed]
         counts = [len(taken) for taken in tokens]
@@ -60,17 +62,18 @@ class Committer:
         result = verified.result
         result.next_token_ids = verified.accepted.bonus
         result.num_correct_drafts = sum(accepted)
-        # SGLang takes them for the tokens that a request took, but for one.
+        # SGLang expects the number of tokens that a request took, minus one.
         result.num_correct_drafts_per_req_cpu = [count - 1 for count in counts]
         return result
 
     def _commit_requests(
-        self, batch: ScheduleBatch, packed: list[list[int]], widths: list[int]
+        self, batch: ScheduleBatch, outcome: Outcome, widths: list[int]
     ) -> list[Committed]:
-        """packed: w draws per request, then num_accepted; widths: the verify width of each."""
+        """outcome: on the host; widths: the verify width of each request."""
         committed = []
         think_end = batch.model_config.think_end_id
-        for req, (*drawn, num_accepted), width in zip(batch.reqs, packed, widths, strict=True):
+        draws, numbers = outcome.drawn.tolist(), outcome.num_accepted.tolist()
+        for req, drawn, num_accepted, width in zip(batch.reqs, draws, numbers, widths, strict=True):
             taken = append_until_finished(req, drawn[: num_accepted + 1])
             tokens, accepted = drawn[:taken], min(taken, num_accepted)
             _count(req, taken, accepted, width - 1)
@@ -93,7 +96,8 @@ def append_until_finished(req: Req, tokens: list[int]) -> int:
         if req.grammar is not None:
             _accept_by_grammar(req, part[0])
         if req.finished():
-            del req.output_ids[req.finished_len or len(req.output_ids) :]
+            if req.finished_len is not None:
+                del req.output_ids[req.finished_len :]
             break
     return len(req.output_ids) - before
 

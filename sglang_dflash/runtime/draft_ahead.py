@@ -7,8 +7,9 @@ from typing import Protocol
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
+from sglang_dflash.core.acceptance import Outcome
 from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.prefill import is_whole
+from sglang_dflash.runtime.prefill import all_start_to_decode
 from sglang_dflash.runtime.propose import Drafter
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import HostCopy
@@ -23,9 +24,9 @@ class NextDraft(Protocol):
         """anchors: [B] int64, the first tokens."""
 
     def after_verify(
-        self, batch: ScheduleBatch, verified: Verified, packed: HostCopy
+        self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
     ) -> DFlashBlock | None:
-        """packed: `Accepted.packed`, on its way to the host."""
+        """copy: of `Accepted.packed`."""
 
 
 class DraftLater:
@@ -34,7 +35,7 @@ class DraftLater:
     def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> None:
         return None
 
-    def after_verify(self, batch: ScheduleBatch, verified: Verified, packed: HostCopy) -> None:
+    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> None:
         return None
 
 
@@ -60,25 +61,19 @@ class DraftAhead:
         self._exact_lengths, self._plans = exact_lengths, plans
 
     def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
-        if not is_whole(batch) or not batch.check_decode_mem():
+        if not all_start_to_decode(batch) or not batch.check_decode_mem():
             return None
         self._slots.reserve(batch.reqs)
         return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
 
-    def after_verify(
-        self, batch: ScheduleBatch, verified: Verified, packed: HostCopy
-    ) -> DFlashBlock:
-        if batch.return_hidden_states:
-            # The draft's graph may overwrite those that a narrower verify's graph left.
-            output = verified.output
-            output.hidden_states = output.hidden_states.clone()
+    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> DFlashBlock:
         accepted, rows = verified.accepted, batch.req_pool_indices
         most_committed: Tensor | int = verified.block.draft_token_num
         if self._exact_lengths:
-            most_committed = packed.wait()[:, -1] + 1
+            most_committed = Outcome.unpack(copy.wait()).num_accepted + 1
         # Only a request that ends in this step can exceed the context length.
         seq_lens_cpu = (batch.seq_lens_cpu + most_committed).clamp(max=self._context_len)
         block = self._drafter.propose(batch, accepted.bonus, accepted.lens, seq_lens_cpu)
-        if self._plans and self._verify_width.is_whole(len(rows)):
+        if self._plans and self._verify_width.verifies_whole(len(rows)):
             self._verifier.plan(rows, block, accepted.lens, seq_lens_cpu)
         return block

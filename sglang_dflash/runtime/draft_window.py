@@ -21,7 +21,7 @@ class DraftWindow:
     ) -> None:
         """exact: the host's lengths are always the true ones."""
         width = ceil_align(window + page_size, page_size) + block_size
-        self.rows = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
+        self.pool = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
         self._target, self._window = target, window
         self._page_size, self._block_size, self._exact = page_size, block_size, exact
 
@@ -32,10 +32,10 @@ class DraftWindow:
         """
         start = self._start(seq_lens)
         table = self._target.req_to_token
-        width = min(self.rows.req_to_token.shape[1], table.shape[1])
+        width = min(self.pool.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)
         columns.clamp_(max=table.shape[1] - 1)  # behind the block: never read
-        self.rows.req_to_token[rows, :width] = table[rows[:, None], columns]
+        self.pool.req_to_token[rows, :width] = table[rows[:, None], columns]
         if self._exact:
             return seq_lens - start, seq_lens_cpu - self._start(seq_lens_cpu)
         return seq_lens - start, seq_lens_cpu.clamp(max=self._window + self._page_size - 1)

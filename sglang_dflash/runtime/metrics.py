@@ -9,6 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 logger = logging.getLogger(__name__)
 
 WATCHED_STEPS = 1000  # of requests, over which the accept length is judged
@@ -61,9 +63,9 @@ class LowAcceptance:
         self._accepted += sum(accepted)
         if self._steps < WATCHED_STEPS:
             return
-        length = 1 + self._accepted / self._steps
-        was_low, self._is_low = self._is_low, length < LOW_ACCEPT_LENGTH
+        steps, length = self._steps, 1 + self._accepted / self._steps
         self._steps = self._accepted = 0
+        was_low, self._is_low = self._is_low, length < LOW_ACCEPT_LENGTH
         if self._is_low and not was_low:
             logger.warning(
                 "DFLASH: acceptance is low. The last %d steps committed %.2f tokens each, and a "
@@ -71,7 +73,7 @@ class LowAcceptance:
                 "`sglang-dflash inspect` that the draft belongs to this target. Check that "
                 "requests use the chat template and the thinking mode that the draft was trained "
                 "with. See docs/operating.md.",
-                WATCHED_STEPS,
+                steps,
                 length,
                 self._block_size,
             )
@@ -120,10 +122,19 @@ class StepMetrics:
         drafts = len(self._drafted)
         self._steps.inc(len(widths))
         self._cut.inc(sum(drafts + 1 - width for width in widths))
-        for position in range(1, drafts + 1):
-            self._drafted[position - 1].inc(len(widths))
-            self._verified[position - 1].inc(sum(width > position for width in widths))
-            self._accepted[position - 1].inc(sum(number >= position for number in accepted))
+        verified = _reaching([width - 1 for width in widths], drafts)
+        reached = _reaching(accepted, drafts)
+        for i in range(drafts):
+            self._drafted[i].inc(len(widths))
+            self._verified[i].inc(verified[i])
+            self._accepted[i].inc(reached[i])
         for width, number in zip(widths, accepted, strict=True):
             self._widths.observe(width)
             self._lengths.observe(number + 1)
+
+
+def _reaching(drafts: Sequence[int], most: int) -> list[int]:
+    """The number of requests with at least 1, 2, .. `most` drafts. drafts: of each request."""
+    requests = np.bincount(drafts, minlength=most + 1)  # with exactly 0, 1, .. `most`
+    at_least: list[int] = requests[::-1].cumsum()[::-1].tolist()
+    return at_least[1:]

@@ -54,7 +54,7 @@ class Prefill:
         return Prefilled(result, first, copy)
 
 
-def is_whole(batch: ScheduleBatch) -> bool:
+def all_start_to_decode(batch: ScheduleBatch) -> bool:
     """Whether all requests of a prefill start to decode after it."""
     if batch.is_prefill_only:
         return False

@@ -16,6 +16,8 @@ from sglang_dflash.runtime.draft_window import DraftWindow
 
 
 class Drafter:
+    """Runs the draft over the blocks of a batch."""
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -29,8 +31,7 @@ class Drafter:
         self._block_size, self._kernels = block_size, kernels
         draft = runner.model.dflash
         self._mask_token_id = draft.mask_token_id
-        # A draft that predicts from the anchor reads one position fewer than the target verifies.
-        self._draft_width = block_size - draft.sample_from_anchor
+        self._draft_width = draft.width_of(block_size)
 
     def propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -42,8 +43,9 @@ class Drafter:
         FlashInfer. Afterwards the block's slots hold the K/V of the draft's masks.
         """
         rows = batch.req_pool_indices
-        given = anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
-        token_ids, positions, slots = self._kernels.next_block(*given)
+        token_ids, positions, slots = self._kernels.next_block(
+            anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
+        )
         drafts = self._forward(
             DFlashBlock(
                 token_ids[:, : self._draft_width],

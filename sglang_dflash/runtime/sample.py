@@ -107,8 +107,15 @@ class TargetSampler:
                 continue
             seed, position = info.sampling_seed[at], positions[at]
             if sort:
-                filters = info.top_ks[at], info.top_ps[at], info.min_ps[at], False, seed, position
-                ids = top_k_top_p_min_p_sampling_from_probs_torch(probs[at], *filters)
+                ids = top_k_top_p_min_p_sampling_from_probs_torch(
+                    probs[at],
+                    top_ks=info.top_ks[at],
+                    top_ps=info.top_ps[at],
+                    min_ps=info.min_ps[at],
+                    need_min_p_sampling=False,
+                    sampling_seed=seed,
+                    positions=position,
+                )
             else:
                 ids = sampling_from_probs_torch(probs[at], seed, position)
             drawn[at] = ids.long()

@@ -12,12 +12,14 @@ from sglang_dflash.core.reservation import ceil_align, reserved_end
 
 
 class Slots:
+    """Reserves KV slots for the requests of a batch, from the target's allocator."""
+
     def __init__(
-        self, rows: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
+        self, pool: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
     ) -> None:
         """count: tokens that must fit behind the committed ones."""
-        rows.dflash_slots = self  # for `hooks.tokens_for_next_decode`
-        self.table = rows.req_to_token  # [rows, context_len + reserve] int32
+        pool.dflash_slots = self  # for `hooks.tokens_for_next_decode`
+        self.table = pool.req_to_token  # [rows, context_len + reserve] int32
         self._allocator, self._count = allocator, count
         self._page_size = allocator.page_size
 
@@ -60,8 +62,10 @@ class Slots:
             slots = self._allocator.alloc(count)
             return slots
         start, end = torch.tensor(have), torch.tensor(want)
-        on_device = torch.stack([torch.tensor(rows), start, end])
-        row, *lens = on_device.to(self.table.device, non_blocking=True)
-        last = self.table[row, lens[0] - 1].long()
-        slots = self._allocator.alloc_extend(lens[0], start, lens[1], end, last, count)
+        on_host = torch.stack([torch.tensor(rows), start, end])
+        row, start_on_device, end_on_device = on_host.to(self.table.device, non_blocking=True)
+        last = self.table[row, start_on_device - 1].long()
+        slots = self._allocator.alloc_extend(
+            start_on_device, start, end_on_device, end, last, count
+        )
         return slots

@@ -38,10 +38,10 @@ class StepTimer:
         verifier: Verifier,
         context_kv: ContextKV,
         draft_window: int | None,
+        block_size: int,
     ) -> None:
         self._runner, self._drafter, self._verifier = runner, drafter, verifier
         self._context_kv = context_kv
-        block_size = runner.server_args.speculative_num_draft_tokens
         longest = runner.model_config.context_len - block_size
         self._length = min(CONTEXT, longest, draft_window or CONTEXT)
         # Recurrent states can leave room for fewer requests than the flag says.

@@ -28,9 +28,9 @@ from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 
 logger = logging.getLogger(__name__)
 
-# What a prefill does to recurrent states. Its batch keeps these fields and becomes the running
+# A prefill changes recurrent states by these fields. Its batch keeps them and becomes the running
 # batch, and SGLang's linear attention would do all of it again in a verify.
-OF_A_PREFILL = dict.fromkeys(
+PREFILL_ONLY_FIELDS = dict.fromkeys(
     (
         "mamba_clear_indices",
         "mamba_cow_src_indices",
@@ -42,7 +42,7 @@ OF_A_PREFILL = dict.fromkeys(
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verified:
     block: DFlashBlock
     accepted: Accepted
@@ -70,9 +70,10 @@ class Verifier:
         self._target, self._sampler, self._graphs = target, sampler, graphs
         self._runner, self._kernels = target.model_runner, kernels
         self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
-        self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
-        if self._simulated > 0:
-            logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", self._simulated)
+        self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()  # 0: the drafts decide
+        if self._simulated_length > 0:
+            length = self._simulated_length
+            logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", length)
 
     def plan(
         self, rows: Tensor, block: DFlashBlock, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -101,9 +102,12 @@ class Verifier:
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         """Run the target over the block, and accept the drafts that equal its own draws."""
         self._graphs.use(block.draft_token_num)
-        simulated = self._simulate(batch, block) if self._simulated > 0 else None
+        simulated = self._simulated(batch, block) if self._simulated_length > 0 else None
         result = self._forward(batch, block)
         output = result.logits_output
+        if batch.return_hidden_states:
+            # The graph of the next draft may overwrite those that this graph left.
+            output.hidden_states = output.hidden_states.clone()
         if batch.return_logprob or not self._sampler.is_argmax(batch):
             output.next_token_logits = output.next_token_logits.float()
         drawn = self._sampler(output.next_token_logits, batch, block.positions, block)
@@ -128,17 +132,17 @@ class Verifier:
         view.spec_info = block
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang does not remove those of a prompt
-        vars(view).update(OF_A_PREFILL)
+        vars(view).update(PREFILL_ONLY_FIELDS)
         return self._target.forward_batch_generation(view, is_verify=True)
 
-    def _simulate(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+    def _simulated(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
         """The number of drafts that SGLANG_SIMULATE_ACC_LEN accepts per request, [B] int64.
 
         It is copied before the verify is queued, so that the copy waits for nothing.
         """
         accepted = []
         for req, width in zip(batch.reqs, block.lens, strict=True):
-            committed = simulated_commit(req.spec_verify_ct, self._simulated, width)
+            committed = simulated_commit(req.spec_verify_ct, self._simulated_length, width)
             accepted.append(committed - 1)
         device = block.token_ids.device
         on_host = torch.tensor(accepted, pin_memory=is_pin_memory_available(device))

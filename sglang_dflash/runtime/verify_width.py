@@ -5,7 +5,6 @@ A policy is made once, at construction. `choose` cuts a block; the choice then l
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +34,7 @@ class VerifyWidth(Protocol):
     def choose(self, block: DFlashBlock) -> Choice:
         """Cut a drafted block."""
 
-    def is_whole(self, requests: int) -> bool:
+    def verifies_whole(self, requests: int) -> bool:
         """Whether blocks of so many requests are verified whole. It is known before the draft.
 
         The verify of such a block can be planned ahead.
@@ -61,7 +60,7 @@ class FixedWidth:
     def choose(self, block: DFlashBlock) -> Fixed:
         return Fixed(block.first(self._width))
 
-    def is_whole(self, requests: int) -> bool:
+    def verifies_whole(self, requests: int) -> bool:
         return self._width == self._block_size
 
 
@@ -89,19 +88,19 @@ class AdaptiveWidth:
         """unequal: the requests of a batch may have different widths."""
         self._block_size, self._step_times, self._unequal = block_size, step_times, unequal
         self._survival = Survival(block_size)
-        self._steps = itertools.count()
+        self._steps = 0
 
     def choose(self, block: DFlashBlock) -> Fixed | Weighed:
         """The host waits for the draft, unless the block is verified whole in any case."""
         requests = len(block.slots)
-        if self.is_whole(requests):
+        if self.verifies_whole(requests):
             return Fixed(block)
         assert block.probabilities is not None
         probabilities = block.probabilities.cpu().numpy()
         widths = self._widths(probabilities)
         return Weighed(block.cut(widths), probabilities, widths, self._survival)
 
-    def is_whole(self, requests: int) -> bool:
+    def verifies_whole(self, requests: int) -> bool:
         """Narrower verifies of so many requests save less than waiting for the draft costs.
 
         On a GPU this wait leaves the device idle until the verify is planned. Attention over
@@ -114,7 +113,9 @@ class AdaptiveWidth:
 
     def _widths(self, probabilities: Array) -> Array:
         requests = len(probabilities)
-        if next(self._steps) % PROBE == 0:
+        is_probe = self._steps % PROBE == 0
+        self._steps += 1
+        if is_probe:
             return np.full(requests, self._block_size)
         survival, seconds = self._survival(probabilities), self._step_times.at(requests)
         if self._unequal:

@@ -13,6 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
 from sglang_dflash.compatibility import check_loaded_adapters, check_pool
+from sglang_dflash.core.acceptance import Outcome
 from sglang_dflash.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
@@ -37,6 +38,8 @@ from sglang_dflash.target_kv import check_loaded_kv
 
 logger = logging.getLogger(__name__)
 
+NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."
+
 
 class DFlashWorker:
     """Owns the draft; shares the target's rows and allocator."""
@@ -59,7 +62,7 @@ class DFlashWorker:
         self.mean_width = MeanWidth()
         observers: list[StepObserver] = [self.mean_width]
         if reports:
-            observers.append(LowAcceptance(server_args.speculative_num_draft_tokens))
+            observers.append(LowAcceptance(self._options.block_size))
         self.committer = Committer(self._states, observers)
         _keep_block_in_pool(target_worker, self._options.reserved_tokens)
         if reports:
@@ -69,23 +72,23 @@ class DFlashWorker:
         """The draft's worker, its rows, and the writer of its context KV."""
         args = self.server_args
         self._kernels = Kernels.on(self.device)
-        rows, allocator = self.target_worker.get_memory_pool()
-        self.slots = Slots(rows, allocator, self._options.reserved_tokens)
+        pool, allocator = self.target_worker.get_memory_pool()
+        self.slots = Slots(pool, allocator, self._options.reserved_tokens)
         # FlashInfer plans a forward on the host, by the true lengths.
         self._exact_lengths = args.speculative_draft_attention_backend == "flashinfer"
-        block_size, window = args.speculative_num_draft_tokens, None
+        block_size, window = self._options.block_size, None
         if args.speculative_draft_window_size is not None:
             window = DraftWindow(
-                rows,
+                pool,
                 args.speculative_draft_window_size,
                 block_size,
                 args.page_size,
                 self._exact_lengths,
             )
-        draft_rows = rows if window is None else window.rows
+        draft_pool = pool if window is None else window.pool
         weigh = len(self._options.verify_widths) > 1
         self.draft_worker = make_draft_worker(
-            args, self.target_worker, draft_rows, self._kernels, weigh, **place
+            args, self.target_worker, draft_pool, self._kernels, weigh, **place
         )
         self.draft_model_runner = runner = self.draft_worker.model_runner
         self.drafter = Drafter(runner, self.slots.table, window, block_size, self._kernels)
@@ -115,7 +118,7 @@ class DFlashWorker:
 
     def _make_verify_width(self) -> VerifyWidth:
         args, widths = self.server_args, self._options.verify_widths
-        block_size = args.speculative_num_draft_tokens
+        block_size = self._options.block_size
         if len(widths) == 1:
             return FixedWidth(widths[0], block_size)
         timer = StepTimer(
@@ -124,6 +127,7 @@ class DFlashWorker:
             self.verifier,
             self.context_kv,
             args.speculative_draft_window_size,
+            block_size,
         )
         # SGLang's 3-D positions need equal widths.
         unequal = platform_of(args).unequal_widths and not self.model_runner.model_is_mrope
@@ -149,10 +153,10 @@ class DFlashWorker:
         copy = HostCopy(verified.accepted.packed)
         self._write_context(verified)
         following = self.next_draft.after_verify(batch, verified, copy)
-        packed = copy.wait()
+        outcome = Outcome.unpack(copy.wait())
         batch.spec_info = DFlashState(verified.accepted.bonus, following)
-        choice.learn(packed[:, -1])
-        return self.committer.commit(batch, verified, packed)
+        choice.learn(outcome.num_accepted)
+        return self.committer.commit(batch, verified, outcome)
 
     def _write_context(self, verified: Verified) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
@@ -167,7 +171,8 @@ class DFlashWorker:
         anchors, result = prefilled.anchors, prefilled.result
         batch.spec_info = DFlashState(anchors, self.next_draft.after_prefill(batch, anchors))
         # With a tensor, SGLang would merge it on the device with those of the running batches.
-        batch.input_ids, result.next_token_ids = anchors, prefilled.copy.wait().numpy()
+        batch.input_ids = anchors
+        result.next_token_ids = prefilled.copy.wait().numpy()
         return result
 
     def clear_cache_pool(self) -> None:
@@ -175,21 +180,22 @@ class DFlashWorker:
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         """SGLang itself updates the target. The draft keeps its weights."""
-        return True, "The target has the new weights, the draft keeps its own."
+        return True, NEW_WEIGHTS
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        """The request names the target's new weights; the draft keeps its own."""
-        self.verifier.forget()
-        # SGLang captures the graphs of this width again, if the request says so.
-        self._graphs.use(self.server_args.speculative_num_draft_tokens)
-        done: tuple[bool, str] = self.target_worker.update_weights_from_disk(recv_req)
+        """SGLang itself has updated the target, as above."""
         if recv_req.recapture_cuda_graph:
             self._graphs.capture()
-        return done
+        return True, NEW_WEIGHTS
+
+    def before_new_weights(self) -> None:
+        """SGLang may capture the target's graphs again, and it knows those of whole blocks only."""
+        self.verifier.forget()
+        self._graphs.use(self._options.block_size)
 
     def count_steps(self, labels: dict[str, Any]) -> None:
         """Count steps and time their parts for Prometheus. labels: SGLang's, with their values."""
-        metrics = StepMetrics(self.server_args.speculative_num_draft_tokens, labels)
+        metrics = StepMetrics(self._options.block_size, labels)
         self.committer.observers.append(metrics)
         queued = platform_of(self.server_args).queues_work
         time_forward = time_on_device if queued else time_on_host

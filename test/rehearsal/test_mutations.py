@@ -46,7 +46,7 @@ PLANS = [
 ]
 CONTEXT = [
     (WORKER + "_write_context", "accepted.kv_slots", "accepted.kv_slots.roll(1, dims=1)"),
-    (AHEAD, "packed.wait()[:, -1] + 1", "most_committed"),
+    (AHEAD, "Outcome.unpack(copy.wait()).num_accepted + 1", "most_committed"),
     ("model.context_kv:ContextKV._cos_sin", "table[positions]", "table[positions + 1]"),
     ("model.context_kv:ContextKV._stack", "p.weight[outputs]", "p.weight[outputs].flip(0)"),
 ]

@@ -85,7 +85,7 @@ def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) 
         verified, probabilities = part(block), block.probabilities.cpu().numpy()
         return Weighed(verified, probabilities, np.array(verified.lens), policy._survival)
 
-    policy.choose, policy.is_whole = choose, lambda _: False
+    policy.choose, policy.verifies_whole = choose, lambda _: False
 
 
 @pytest.fixture

@@ -35,18 +35,10 @@ def runner(engine: InProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
     worker = engine.worker
     runner = worker.model_runner if request.param == "target" else worker.draft_model_runner
     forward = runner.model.forward
-    runner.piecewise_cuda_graph_runner = graphs_of(runner)
+    runner.piecewise_cuda_graph_runner = CpuGraphs(runner)
     yield runner
     runner.model.forward = forward
     without_graphs(engine)
-
-
-def graphs_of(runner: Any) -> CpuGraphs:
-    """New graphs. For the target they return hidden states, as the worker needs."""
-    graphs = CpuGraphs(runner)
-    if not runner.is_draft_worker:
-        graphs.capture_hidden_mode = CaptureHiddenMode.FULL
-    return graphs
 
 
 def random_batch(runner: Any, widths: list[int], seed: int) -> ForwardBatch:
@@ -200,7 +192,7 @@ def test_a_hooked_model_is_not_captured(engine: InProcess, runner: Any) -> None:
     for model in {runner.model, target.model}:
         hook = next(model.children()).register_forward_hook(lambda *_: None)
         try:
-            assert not graphs_of(runner).can_run(random_batch(runner, [8], 0))
+            assert not CpuGraphs(runner).can_run(random_batch(runner, [8], 0))
         finally:
             hook.remove()
 
@@ -221,7 +213,7 @@ def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
     target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
     both = {}
     for runner in (target, draft):
-        both[runner] = runner.piecewise_cuda_graph_runner = graphs_of(runner)
+        both[runner] = runner.piecewise_cuda_graph_runner = CpuGraphs(runner)
     weight = target.model.get_parameter("model.embed_tokens.weight")
     changed = weight.detach()[:VOCAB] * 2
     tensors = MultiprocessingSerializer.serialize([("model.embed_tokens.weight", changed)])

@@ -178,7 +178,11 @@ COUNT = "[len(taken) for taken in tokens]"
 REPLAY = "self._kernels.replay_states("
 MUTATIONS = {
     "none": ("runtime.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
-    "all accepted": ("runtime.commit:Committer.commit", COUNT, "(packed[:, -1] + 1).tolist()"),
+    "all accepted": (
+        "runtime.commit:Committer.commit",
+        COUNT,
+        "(outcome.num_accepted + 1).tolist()",
+    ),
     "one of each": ("runtime.commit:Committer.commit", COUNT, "[1] * len(tokens)"),
 }
 
@@ -196,7 +200,7 @@ def test_work_of_a_prefill_that_is_repeated_is_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation: a verify gets what its batch had to do as a prefill."""
-    monkeypatch.setattr("sglang_dflash.runtime.verify.OF_A_PREFILL", {})
+    monkeypatch.setattr("sglang_dflash.runtime.verify.PREFILL_ONLY_FIELDS", {})
     with pair.serve(disable_radix_cache=True) as engine:
         assert served(engine, pair) != pair.answers
 

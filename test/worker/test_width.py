@@ -169,11 +169,11 @@ def test_blocks_are_whole_where_nothing_can_be_gained() -> None:
     """The host then does not wait for the draft, and the verify can be planned ahead."""
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.05, (4, 4): 1.0, (4, 8): 1.2}, (4, 8))
     policy = AdaptiveWidth(8, times, unequal=False)
-    assert [policy.is_whole(requests) for requests in (1, 4)] == [True, False]
+    assert [policy.verifies_whole(requests) for requests in (1, 4)] == [True, False]
     block = block_of(*[0.9] * 7)
     assert policy.choose(block) == Fixed(block)
-    assert not AdaptiveWidth(8, times, unequal=True).is_whole(1)
-    assert [FixedWidth(width, 8).is_whole(1) for width in (8, 5)] == [True, False]
+    assert not AdaptiveWidth(8, times, unequal=True).verifies_whole(1)
+    assert [FixedWidth(width, 8).verifies_whole(1) for width in (8, 5)] == [True, False]
 
 
 @pytest.mark.parametrize(
