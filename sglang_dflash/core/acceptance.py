@@ -26,7 +26,7 @@ def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Outcome(NamedTuple):
-    """What the target says to a block."""
+    """The target's answer to a block."""
 
     drawn: Tensor  # [B, w] int64, the target's draw after each block position
     num_accepted: Tensor  # [B] int64 in 0..w-1

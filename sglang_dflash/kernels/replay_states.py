@@ -43,7 +43,7 @@ class States:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What L layers read in the last verify, for P places in the batch and N positions."""
+    """The inputs of L layers in the last verify: P places in the batch, N positions."""
 
     tokens: Tensor  # [L, P, W - 1 + N, C], the window before the block and the block's own inputs
     a: Tensor  # [L, P, N, HV], of the decay
@@ -121,11 +121,11 @@ def launch_replay_states(
     """
     matrices, tokens = states.matrices, inputs.tokens
     layers, _, heads, values, keys = matrices.shape
-    rows = min(32, triton.next_power_of_2(values))
+    values_of_program = min(32, triton.next_power_of_2(values))
     assert matrices.is_contiguous()
     assert states.windows.is_contiguous()
     assert all(part.is_contiguous() for part in inputs.tensors())
-    _replay[(len(slots), layers * heads, triton.cdiv(values, rows))](
+    _replay[(len(slots), layers * heads, triton.cdiv(values, values_of_program))](
         matrices,
         states.windows,
         tokens,
@@ -150,7 +150,7 @@ def launch_replay_states(
         K=keys,
         V=values,
         BK=triton.next_power_of_2(keys),
-        BV=rows,
+        BV=values_of_program,
         COPIES=copies is not None,
         num_warps=1,
     )
@@ -274,7 +274,7 @@ class Chunk:
         return cls(states, key, changes, summed)
 
     def read(self, query: Tensor) -> Tensor:
-        """What each token reads, as value. query: [.., T, HV, K]. Returns [.., T, HV, V]."""
+        """The value that each token reads. query: [.., T, HV, K]. Returns [.., T, HV, V]."""
         query = query.transpose(-3, -2)
         before = (query @ self.states.transpose(-2, -1)) * self.log_decay.exp().float()[..., None]
         weights = (query @ self.key.transpose(-2, -1) * _decays(self.log_decay)).tril()

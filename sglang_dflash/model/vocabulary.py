@@ -179,7 +179,7 @@ class Vocabulary:
         """The tokens of the largest logits, the same on every rank.
 
         logits: [n, columns] of this rank; count: k. Ranks exchange k numbers per token, never the
-        logits. Of equal logits, those on lower ranks come first. Which ones of a rank come first is
+        logits. Equal logits on lower ranks come first. The order of equal logits on one rank is
         open, as it is in `torch.topk`.
         """
         ours = min(count, self.columns)  # a rank may have fewer

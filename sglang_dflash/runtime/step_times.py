@@ -51,7 +51,7 @@ class StepTimer:
     def measure(self, widths: Sequence[int]) -> StepTimes:
         """Seconds of a step by batch size and verify width, equal on all ranks.
 
-        Of several times of a forward, the shortest counts. When MOST_SECONDS are over, the largest
+        The shortest of several times of a forward counts. When MOST_SECONDS are over, the largest
         batches may not have been measured.
         """
         logger.info("DFLASH: step times are measured now, in about %d s at most.", MOST_SECONDS)

@@ -111,8 +111,8 @@ def test_hidden_states_left_in_the_graphs_memory(
 ) -> None:
     """A mutation: no copy of them is kept."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
-    after_verify = "runtime.draft_ahead:DraftAhead.after_verify"
-    mutate(monkeypatch, after_verify, "output.hidden_states.clone()", "output.hidden_states")
+    verify = "runtime.verify:Verifier.verify"
+    mutate(monkeypatch, verify, "output.hidden_states.clone()", "output.hidden_states")
     with pytest.raises(AssertionError):
         same_states(small)
 

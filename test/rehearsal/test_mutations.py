@@ -27,11 +27,11 @@ AHEAD = "runtime.draft_ahead:DraftAhead.after_verify"
 WRONG = (AssertionError, RuntimeError, IndexError)
 
 TOKENS = [
-    ("kernels.accept:launch_accept", "given,", "seq_lens * 0 + width - 1,"),
-    ("kernels.accept:launch_accept", "most,", "most - 220,"),
+    ("kernels.accept:launch_accept", "simulated,", "seq_lens * 0 + width - 1,"),
+    ("kernels.accept:launch_accept", "max_len,", "max_len - 220,"),
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
     ("runtime.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
-    ("runtime.slots:Slots._alloc", "lens[0] - 1", "lens[0] * 0"),
+    ("runtime.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
     ("runtime.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
     ("runtime.sample:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
