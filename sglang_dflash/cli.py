@@ -20,6 +20,18 @@ def main(arguments: list[str] | None = None) -> int:
         "serve", help="serve the bundled pair; takes further flags of SGLang's server"
     )
     serve.add_argument("--port", type=int, default=30000)
+    watch = commands.add_parser("watch", help="a page that shows the blocks of a DFLASH server")
+    watch.add_argument("url", help="of the server, such as http://127.0.0.1:30000")
+    watch.add_argument("--without", metavar="URL", help="the same target without speculation")
+    watch.add_argument("--port", type=int, default=0, help="of the page; default: a free one")
+    watch.add_argument("--no-browser", action="store_true", help="only print the page's address")
+    chat = commands.add_parser("chat", help="chat in the terminal; accepted drafts are coloured")
+    chat.add_argument("url", help="of a DFLASH server, such as http://127.0.0.1:30000")
+    chat.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    chat.add_argument("--temperature", type=float, default=0.0)
+    chat.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
+    for command in (watch, chat):
+        command.add_argument("--api-key", metavar="KEY", help="of the server")
     inspect = commands.add_parser("inspect", help="describe a draft, and check that it fits")
     inspect.add_argument("draft", help="folder or hub id of a DFlash checkpoint")
     inspect.add_argument("--target", help="folder or hub id of the target it is for")
@@ -37,6 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
             from sglang_dflash.inspect_draft import run as run_inspect
 
             return run_inspect(chosen.draft, chosen.target, chosen.json)
+        if chosen.command == "watch":
+            from sglang_dflash.watch.page import page
+            from sglang_dflash.watch.page import serve as serve_page
+
+            html = page(chosen.url.rstrip("/"), chosen.without, chosen.api_key)
+            serve_page(html, chosen.port, browse=not chosen.no_browser)
+        if chosen.command == "chat":
+            from sglang_dflash.watch.chat import run as run_chat
+
+            return run_chat(
+                chosen.url, chosen.api_key, chosen.max_tokens, chosen.temperature, chosen.thinking
+            )
         from sglang_dflash.demo import run as run_demo
 
         return run_demo(quiet=chosen.json)

@@ -229,6 +229,12 @@ DFLASH_HOOKS = (
         "SGLang has no field for acceptance by block position",
     ),
     Hook(
+        "managers.tokenizer_manager.TokenizerManager.convert_logprob_style",
+        "AFTER",
+        "reports:watched_steps",
+        "SGLang has no field for the drafts of a step",
+    ),
+    Hook(
         "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.__post_init__",
         "AFTER",
         "reports:count_steps",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from typing import Any
 
 from sglang_dflash.runtime.metrics import AcceptanceHistogram
+from sglang_dflash.runtime.step_log import KEPT, WATCHED
 
 
 def meta_info(
@@ -29,6 +31,35 @@ def meta_info(
     meta_info["spec_accepted_per_position"] = [
         sum(counts[position:]) for position in range(1, block_size)
     ]
+
+
+def watched_steps(
+    _: None,
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    _top: Any,
+    _ids: Any,
+    _text: Any,
+    recv_obj: Any,
+    index: int,
+) -> None:
+    """AFTER `TokenizerManager.convert_logprob_style`: the last steps of a request that is watched.
+
+    This is the one method that SGLang calls for every chunk of a stream, if it has logprobs. The
+    drafts of a step are decoded once. They stay with SGLang's state of the request.
+    """
+    histograms = recv_obj.spec_correct_drafts_histogram
+    steps = getattr(histograms[index], "steps", None) if histograms else None
+    if steps is None:
+        return
+    shown = vars(state).setdefault("dflash_steps", {})  # by the number of the step
+    first = recv_obj.spec_verify_ct[index] - len(steps)
+    for number, step in enumerate(steps, start=first):
+        if number not in shown:
+            texts = manager.tokenizer.batch_decode([[token] for token in step.drafts])
+            shown[number] = {"number": number, **asdict(step), "texts": texts}
+    meta_info[WATCHED] = list(shown.values())[-KEPT:]
 
 
 def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,13 +10,15 @@ from fastapi import HTTPException
 from sglang.srt.entrypoints.http_server import app
 from sglang.srt.entrypoints.v1_loads import router as loads
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.requests.annotations import shown
 from sglang_dflash.requests.endpoints import CHECKS, Query
+from sglang_dflash.watch.page import page
 
+PAGE = "/dflash"  # it shows blocks
 DEEPEST = 256  # nested lists and objects of a body
 NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
 # Escaped halves of surrogate pairs without the other half, and text that looks like one.
@@ -34,6 +36,7 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
         return
     app.add_middleware(Door)
     app.add_exception_handler(Refusal, answer)  # some handlers do not expect any error
+    app.add_api_route(PAGE, lambda: HTMLResponse(page()), include_in_schema=False)
 
 
 async def answer(request: Request, refusal: Exception) -> Response:

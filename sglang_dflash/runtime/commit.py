@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,12 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted, Outcome
+from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.logit_rules import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
 from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepObserver
 from sglang_dflash.runtime.recurrent_states import TargetStates
+from sglang_dflash.runtime.step_log import Step, is_watched, new_log
 from sglang_dflash.runtime.verify import Verified
 
 logger = logging.getLogger(__name__)
@@ -36,9 +39,12 @@ class Committer:
         self._states, self.observers = states, observers
 
     def commit(
-        self, batch: ScheduleBatch, verified: Verified, outcome: Outcome
+        self, batch: ScheduleBatch, drafted: DFlashBlock, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
-        """Give the accepted tokens to their requests. outcome: of the step, on the host."""
+        """Give the accepted tokens to their requests.
+
+        drafted: the whole block, of which a part is verified; outcome: of the step, on the host.
+        """
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
             num_committed = verified.accepted.outcome.num_accepted + 1
@@ -53,6 +59,8 @@ class Committer:
         self._states.commit(batch.req_pool_indices, counts, lens)
         for observer in self.observers:
             observer.observe(widths, accepted)
+        if any(is_watched(req) for req in batch.reqs):
+            _log_steps(batch.reqs, drafted, widths, committed)
         if batch.return_logprob:
             append_committed(batch, output.next_token_logits.split(widths), tokens)
         if batch.return_hidden_states:
@@ -134,6 +142,22 @@ def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:
         req.spec_correct_drafts_histogram = AcceptanceHistogram()
     req.update_spec_correct_drafts_histogram(num_accepted)
     req.spec_correct_drafts_histogram.num_verified += num_verified
+
+
+def _log_steps(
+    reqs: list[Req], drafted: DFlashBlock, widths: list[int], committed: list[Committed]
+) -> None:
+    """Keep this step of the requests that are watched. The host waits for a copy of the drafts."""
+    now, drafts = time.monotonic(), drafted.token_ids[:, 1:].tolist()
+    for req, ids, width, taken in zip(reqs, drafts, widths, committed, strict=True):
+        if not is_watched(req):
+            continue
+        histogram = req.spec_correct_drafts_histogram
+        if histogram.steps is None:
+            histogram.steps = new_log()
+        histogram.steps.append(
+            Step(ids, width - 1, taken.num_accepted, len(taken.tokens), len(reqs), now)
+        )
 
 
 def _advance(batch: ScheduleBatch, accepted: Accepted, committed: list[int]) -> None:

@@ -6,10 +6,13 @@ A step of a request drafts N - 1 tokens, verifies w - 1 of them and accepts some
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+
+from sglang_dflash.runtime.step_log import Step
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,11 @@ class AcceptanceHistogram(list[int]):
     """SGLang's histogram of a request, and the drafts that were verified for it.
 
     Entry n counts the steps that accepted n drafts. It travels from the scheduler to the tokenizer
-    process, where `reports.meta_info` reads it. SGLang itself assumes that blocks are verified
-    whole.
+    process, where `reports` reads it. SGLang itself assumes that blocks are verified whole.
     """
 
     num_verified = 0
+    steps: deque[Step] | None = None  # the last ones, of a request that is watched
 
 
 class MeanWidth:

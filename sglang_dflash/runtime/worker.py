@@ -156,7 +156,7 @@ class DFlashWorker:
         outcome = Outcome.unpack(copy.wait())
         batch.spec_info = DFlashState(verified.accepted.bonus, following)
         choice.learn(outcome.num_accepted)
-        return self.committer.commit(batch, verified, outcome)
+        return self.committer.commit(batch, block, verified, outcome)
 
     def _write_context(self, verified: Verified) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""

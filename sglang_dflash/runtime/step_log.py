@@ -1,0 +1,32 @@
+"""The last steps of a request, for a client that asks to watch them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+WATCHED = "spec_steps"  # a key of `custom_params`, and of an answer's `meta_info`
+KEPT = 64  # steps, in every chunk of a stream; a chunk rarely has more than one new step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one request."""
+
+    drafts: list[int]  # token ids of the whole block, by position from 1
+    num_verified: int  # the first drafts, which the target verified
+    num_accepted: int  # the first drafts, which the target accepted
+    num_committed: int  # tokens of the answer: the accepted drafts, then the target's own token
+    num_requests: int  # of the batch
+    seconds: float  # of a monotonic clock, at the commit
+
+
+def new_log() -> deque[Step]:
+    return deque(maxlen=KEPT)
+
+
+def is_watched(req: Any) -> bool:
+    """Whether the client of a request asked for its steps. req: SGLang's `Req`."""
+    params = req.sampling_params.custom_params
+    return isinstance(params, dict) and bool(params.get(WATCHED))

@@ -1,0 +1,47 @@
+"""The page that shows the blocks of an answer while they are drafted and verified."""
+
+from __future__ import annotations
+
+import json
+import threading
+import webbrowser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+
+CONFIG = '<script type="application/json" id="config">{}</script>'
+
+
+def page(server: str = "", without: str | None = None, api_key: str | None = None) -> str:
+    """The page as HTML; it loads nothing else.
+
+    server: the base URL of a DFLASH server, "" for the one that serves the page; without: that of a
+    server of the same target without speculation; api_key: of both.
+    """
+    html = resources.files(__package__).joinpath("page.html").read_text()
+    config = json.dumps({"server": server, "without": without, "api_key": api_key})
+    assert html.count(CONFIG) == 1
+    return html.replace(CONFIG, CONFIG.replace("{}", config.replace("<", "\\u003c")))
+
+
+def serve(html: str, port: int, browse: bool) -> None:
+    """Serve the page on 127.0.0.1 until Ctrl-C. port: 0 for any free one; browse: open it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path.split("?")[0] == "/"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            if found:
+                self.wfile.write(html.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
+        url = f"http://127.0.0.1:{http.server_port}"
+        print(f"{url} shows the server's blocks. Ctrl-C ends the page.", flush=True)
+        if browse:
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        http.serve_forever()
