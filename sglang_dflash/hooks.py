@@ -14,6 +14,7 @@ from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
 from sglang_dflash import server_args as rules
+from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
@@ -165,7 +166,7 @@ def token_ids_logprobs(
     For them, SGLang itself returns a list where it expects a tensor, or raises. So a batch that
     mixes such requests ends its scheduler.
     """
-    if get_global_server_args().speculative_algorithm == "DFLASH":
+    if serves_dflash():
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
     return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
 
@@ -178,7 +179,7 @@ def streamed_logprobs(
     SGLang gives all tokens of a streamed chunk those of the first, because its own chunks hold one
     token.
     """
-    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    dflash = is_dflash(serving.tokenizer_manager.server_args)
     return original(serving, logprobs, use_token_index=use_token_index or dflash)
 
 
@@ -190,7 +191,7 @@ async def chunks_of_a_stream(
     SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
     text, as where a stop string is cut off.
     """
-    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    dflash = is_dflash(serving.tokenizer_manager.server_args)
     unsent = dflash and choice_logprobs is not None
     async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
         # In the text of an answer, these quotes would be escaped.

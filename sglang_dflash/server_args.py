@@ -12,6 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import compatibility, options
 from sglang_dflash.adapters import has_adapters
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint import hub, load, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
@@ -65,7 +66,7 @@ def adopt_speculators(server_args: ServerArgs) -> None:
 
     The checkpoint is the draft, and its config names the target. Explicit flags win.
     """
-    if (server_args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
+    if server_args.speculative_algorithm is not None and not is_dflash(server_args):
         return
     raw = _config_of(server_args)
     if speculators.matches(raw):
@@ -92,10 +93,9 @@ def check_first(server_args: ServerArgs) -> None:
 
     For a server of any algorithm: flags of a draft have no effect without one.
     """
-    algorithm = server_args.speculative_algorithm
-    if algorithm is None:
+    if server_args.speculative_algorithm is None:
         _refuse_flags_of_a_draft(server_args)
-    elif algorithm.upper() == "DFLASH":
+    elif is_dflash(server_args):
         window = server_args.speculative_draft_window_size
         if window is not None and window < 1:
             raise Refusal(

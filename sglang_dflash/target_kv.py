@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.errors import Refusal
 from sglang_dflash.platforms import platform_of, verify_backend
@@ -21,7 +22,7 @@ def refuse_fp4_kv(server_args: ServerArgs) -> None:
 
     SGLang itself ends there in an assertion, whatever the algorithm.
     """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+    if not is_dflash(server_args):
         return
     if server_args.kv_cache_dtype == "fp4_e2m1":
         raise Refusal(

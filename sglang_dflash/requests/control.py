@@ -37,6 +37,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.server_args import get_global_server_args
 
+from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.errors import Refusal
 from sglang_dflash.requests.annotations import INT32, Rule, number, shown
 
@@ -55,7 +56,7 @@ STATE = {  # what SGLang lets a client set, and what each value may be
 
 async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
-    if get_global_server_args().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return await original(communicator, obj)
     if check := CHECKS.get(type(obj)):
         check(obj)
@@ -73,7 +74,7 @@ def is_health_check(original: Any, request: Any) -> bool:
 
     SGLang asks this about every message, and takes the id of any message for text.
     """
-    if get_global_server_args().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return bool(original(request))
     return isinstance(getattr(request, "rid", None), str) and bool(original(request))
 
@@ -135,8 +136,7 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
     """BEFORE `TokenizerManager.update_weights_from_disk`: its message takes a way of its own."""
     known = [form.value for form in LoadFormat]
     given = obj.load_format
-    dflash = manager.server_args.speculative_algorithm == "DFLASH"
-    if dflash and given is not None and given not in known:
+    if is_dflash(manager.server_args) and given is not None and given not in known:
         raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
 
 

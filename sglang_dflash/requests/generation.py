@@ -15,6 +15,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal
 from sglang_dflash.requests.annotations import (
     INT32,
@@ -93,7 +94,7 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
 
     What pydantic converts is written back, so `"max_new_tokens": 64.0` becomes 64.
     """
-    if manager.server_args.speculative_algorithm != "DFLASH":
+    if not is_dflash(manager.server_args):
         return
     if isinstance(obj, EmbeddingReqInput):
         raise Refusal(

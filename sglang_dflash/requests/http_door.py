@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal
 from sglang_dflash.requests.annotations import shown
 from sglang_dflash.requests.endpoints import CHECKS, Query
@@ -30,7 +31,7 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
 
     A hook on a function of `http_server` would import that module in every scheduler.
     """
-    if server_args.speculative_algorithm != "DFLASH":
+    if not is_dflash(server_args):
         return
     app.add_middleware(Door)
     app.add_exception_handler(Refusal, answer)  # some handlers do not expect any error
