@@ -106,7 +106,7 @@ def check_first(server_args: ServerArgs) -> None:
 
 
 def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
-    given = list(options.given_flags)
+    given = list(dict.fromkeys(flag.name for flag in options.given_flags))
     if server_args.speculative_draft_model_path is not None:
         given.append("--speculative-draft-model-path")
     if server_args.speculative_dflash_block_size is not None:
