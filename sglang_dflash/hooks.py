@@ -1,7 +1,8 @@
-"""Functions that are hooked into SGLang, one per hook. `hook_table.py` names them."""
+"""Functions that are hooked into SGLang. `hook_table.py` names them, and those elsewhere."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -52,10 +53,9 @@ def validate_request(req: Any) -> str | None:
 
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_config`: for a DFlash draft, make the config from this package's reading."""
-    try:
-        config, _ = rules.load_draft(model, kwargs.get("revision"))
-    except Refusal:
+    if not rules.is_draft(model, kwargs.get("revision")):
         return original(model, *args, **kwargs)
+    config, _ = rules.load_draft(model, kwargs.get("revision"))
     hf_config = Qwen3Config(**config.hf_config())
     hf_config.dflash_path = config.path
     return hf_config
@@ -63,11 +63,9 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
 
 def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_generation_config`: a DFlash draft has none."""
-    try:
-        rules.load_draft(model, kwargs.get("revision"))
-    except Refusal:
-        return original(model, *args, **kwargs)
-    return None
+    if rules.is_draft(model, kwargs.get("revision")):
+        return None
+    return original(model, *args, **kwargs)
 
 
 class CaptureConfig:
@@ -164,7 +162,7 @@ def token_ids_logprobs(
     """AROUND `get_token_ids_logprobs_raw`: requests that name no tokens get empty tensors.
 
     For them, SGLang itself returns a list where it expects a tensor, or raises. So a batch that
-    mixes such requests ends its scheduler.
+    mixes such requests crashes its scheduler.
     """
     if serves_dflash():
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
@@ -194,8 +192,7 @@ async def chunks_of_a_stream(
     dflash = is_dflash(serving.tokenizer_manager.server_args)
     unsent = dflash and choice_logprobs is not None
     async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
-        # In the text of an answer, these quotes would be escaped.
-        unsent = unsent and '"logprobs":{' not in chunk
+        unsent = unsent and not _has_logprobs(chunk)
         yield chunk
     if unsent:
         yield build_sse_content(
@@ -207,6 +204,12 @@ async def chunks_of_a_stream(
             logprobs=choice_logprobs,
             usage=_usage(chat) if chat["continuous_usage_stats"] else None,
         )
+
+
+def _has_logprobs(chunk: str) -> bool:
+    """Whether an event of a streamed chat holds logprobs."""
+    event = json.loads(chunk.removeprefix("data: "))
+    return any(choice.get("logprobs") is not None for choice in event["choices"])
 
 
 def _usage(chat: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from sglang_dflash.adapters import has_adapters
 from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint import hub, load, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import BUILT_IN, Refusal
@@ -44,6 +45,21 @@ UNSERVED = {
 def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
     """Configuration and headers of a draft, from a local folder or the model hub, read once."""
     return load(hub.draft_folder(path, revision))
+
+
+@lru_cache(maxsize=32)
+def is_draft(path: str, revision: str | None) -> bool:
+    """Whether the config.json of a folder or a hub id describes a DFlash draft.
+
+    SGLang reads targets by the same functions as drafts, and this package may not read them. So a
+    config that cannot be had or read is that of no draft here. The answer is kept.
+    """
+    try:
+        file = hub.config_file(path, revision)
+        format_of(read_json(file), file)
+    except Refusal:
+        return False
+    return True
 
 
 def _draft(server_args: ServerArgs) -> tuple[DFlashConfig, Tensors]:

@@ -37,11 +37,18 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
     """The folder of a draft with its weights, which are fetched if needed. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
-    with _asking_for(name):
-        file = Path(hf_hub_download(name, "config.json", revision=revision))
+    file = config_file(name, revision)
     format_of(read_json(file), file)  # before any weight is fetched
     with _asking_for(name):
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, WEIGHTS]))
+
+
+def config_file(name: str, revision: str | None = None) -> Path:
+    """The config.json of a draft or target, which is fetched if needed. Raises `Refusal`."""
+    if not is_id(name):
+        return Path(name) / "config.json"
+    with _asking_for(name):
+        return Path(hf_hub_download(name, "config.json", revision=revision))
 
 
 def config_folder(name: str) -> Path:
