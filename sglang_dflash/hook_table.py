@@ -136,13 +136,13 @@ DFLASH_HOOKS = (
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
-        "requests.ollama:answer",
+        "requests.ollama:refuse_as_others",
         "SGLang answers its own refusals with HTTP 500 here",
     ),
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_generate",
         "AROUND",
-        "requests.ollama:answer",
+        "requests.ollama:refuse_as_others",
         "the same",
     ),
     Hook(

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_dflash.checkpoint import hub, load
+from sglang_dflash.checkpoint import hub, read_draft
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits, target_of
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
-from sglang_dflash.errors import Refusal, Unreachable, plain
+from sglang_dflash.errors import Refusal, Unreachable, in_one_paragraph
 
 FITS, DOES_NOT_FIT, NOT_KNOWN = 0, 2, 3  # exit statuses
 
@@ -70,10 +70,10 @@ def inspect(draft_name: str, target_name: str | None) -> Report:
     """
     report = Report()
     with _noting(report):
-        _read_draft(report, draft_name)
+        _report_draft(report, draft_name)
     if target_name is not None:
         with _noting(report):
-            _read_target(report, target_name)
+            _report_target(report, target_name)
     if report.draft is not None and report.target is not None:
         report.problems += misfits(report.draft, report.target)
     return report
@@ -90,22 +90,22 @@ def _noting(report: Report) -> Iterator[None]:
         report.problems.append(refusal)
 
 
-def _read_draft(report: Report, name: str) -> None:
+def _report_draft(report: Report, name: str) -> None:
     """Set the report's draft and tensors, and add its defects. Raises `Refusal`."""
     folder = hub.config_folder(name)
     try:
-        report.draft, report.tensors = load(folder, hub.remote_headers(name, folder))
+        report.draft, report.tensors = read_draft(folder, hub.remote_headers(name, folder))
     except Refusal:
         # Broken weights must not hide other problems: the config may be readable.
         with contextlib.suppress(Refusal):
-            report.draft, _ = load(folder, headers=Tensors(folder))
+            report.draft, _ = read_draft(folder, headers=Tensors(folder))
         raise
     report.problems += defects(report.draft, report.tensors, report.draft.draft_width)
     if not report.tensors.known:
         raise Refusal(f"The folder {folder} holds no safetensors file.", FETCH_AGAIN)
 
 
-def _read_target(report: Report, name: str) -> None:
+def _report_target(report: Report, name: str) -> None:
     """Set the report's target, its parameter count and the mask's text. Raises `Refusal`."""
     folder = hub.config_folder(name)
     report.target = _target(folder)
@@ -177,7 +177,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
         "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
         "layer ids, SGLang": list(draft.target_layer_ids),
-        "mask": plain(f"{draft.mask_token_id} {report.mask_token or ''}".strip()),
+        "mask": in_one_paragraph(f"{draft.mask_token_id} {report.mask_token or ''}".strip()),
         "vocabulary": _vocabulary(draft),
         "RoPE": _ropes(draft),
         "attention": _attention(draft),

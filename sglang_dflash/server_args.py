@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import compatibility, options
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.checkpoint import hub, load, speculators
+from sglang_dflash.checkpoint import hub, read_draft, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import read_json
@@ -44,7 +44,7 @@ UNSERVED = {
 @lru_cache(maxsize=8)
 def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
     """Configuration and headers of a draft, from a local folder or the model hub, read once."""
-    return load(hub.draft_folder(path, revision))
+    return read_draft(hub.draft_folder(path, revision))
 
 
 @lru_cache(maxsize=32)

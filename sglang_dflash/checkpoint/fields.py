@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
 from sglang_dflash.checkpoint.config import Rope
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,15 +38,6 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
-_SHORT.maxstring = _SHORT.maxother = 200
-
-
-def shown(value: Any) -> str:
-    """A value of a config as a message quotes it. A long or deep one is shortened."""
-    return _SHORT.repr(value)
 
 
 class Fields:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sglang_dflash.checkpoint.config import Confidence, Convolution, Markov, Selector
-from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.errors import shown
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MOST_CANDIDATES = (

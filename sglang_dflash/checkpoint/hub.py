@@ -16,10 +16,9 @@ from huggingface_hub.errors import (
 )
 
 from sglang_dflash.checkpoint.detect import format_of
-from sglang_dflash.checkpoint.fields import shown
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
 from sglang_dflash.checkpoint.tensors import Shape, Tensors
-from sglang_dflash.errors import Refusal, Unreachable
+from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # HTTP

@@ -11,9 +11,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, MB, open_file, read_json
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # What the others than floating ones are.
@@ -144,7 +144,7 @@ def _header(file: Path) -> dict[str, tuple[str, Shape]]:
     return header
 
 
-def expected(config: DFlashConfig) -> dict[str, Shape]:
+def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
     """Name and shape of every tensor of an unquantised draft of this config."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {
@@ -237,7 +237,7 @@ def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
     """
     if not tensors.known:
         return []
-    wanted = expected(config)
+    wanted = expected_tensors(config)
     if config.quantization is not None:
         return _too_many_values(wanted, tensors)
     optional = {"t2d"} if config.vocabulary_map else set()

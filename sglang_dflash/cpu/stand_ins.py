@@ -44,7 +44,7 @@ def plain_rope(
     return make(*shape, *(args[:2] if rope_scaling is None else args))
 
 
-def bound_states(runner: Any, total_rest_memory: float) -> None:
+def limit_states(runner: Any, total_rest_memory: float) -> None:
     """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
 
     A request has several slots if the radix cache is on.

@@ -38,8 +38,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import INT32, Rule, number, shown
+from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.requests.annotations import INT32, Rule, number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
 OF_WRONG_WEIGHTS = (
@@ -58,7 +58,7 @@ async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
     if not serves_dflash():
         return await original(communicator, obj)
-    if check := CHECKS.get(type(obj)):
+    if check := CONTROL_CHECKS.get(type(obj)):
         check(obj)
     results = await original(communicator, obj)
     for result in results:
@@ -218,7 +218,7 @@ def _ports(
         raise Refusal("group_name is empty.", "Name the group.")
 
 
-CHECKS: dict[type, Callable[[Any], None]] = {
+CONTROL_CHECKS: dict[type, Callable[[Any], None]] = {
     ExpertDistributionReq: _experts,
     InitWeightsSendGroupForRemoteInstanceReqInput: _ports,
     ProfileReq: _profile,

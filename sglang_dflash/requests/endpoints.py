@@ -22,8 +22,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import shown
+from sglang_dflash.errors import Refusal, shown
 
 Query = Mapping[str, str]
 Check = Callable[[Any, Query], None]  # of the parsed body (None: there is none) and of the query
@@ -124,7 +123,7 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
+ENDPOINT_CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
     "add_external_corpus": typed(AddExternalCorpusReqInput),
     "anthropic_v1_count_tokens": messages,
     "configure_logging": logging_of_requests,

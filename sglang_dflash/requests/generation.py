@@ -16,17 +16,16 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 from sglang_dflash.requests.annotations import (
     INT32,
     REGEX,
     UNIONS,
     Record,
     Rule,
+    as_python,
     checked,
     number,
-    plain,
-    shown,
     whole,
 )
 
@@ -121,7 +120,7 @@ def _read_prompts(obj: Any) -> int | None:
         obj.input_ids = obj.input_ids["input_ids"]
     sizes = {}
     for name in PROMPTS:
-        if (value := plain(getattr(obj, name))) is None:
+        if (value := as_python(getattr(obj, name))) is None:
             continue
         value = prompt_rules()[name].parse(list(value) if isinstance(value, tuple) else value, name)
         if isinstance(value, list) and (not value or [] in value):

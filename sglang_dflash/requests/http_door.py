@@ -14,9 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import shown
-from sglang_dflash.requests.endpoints import CHECKS, Query
+from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.requests.endpoints import ENDPOINT_CHECKS, Query
 
 DEEPEST = 256  # nested lists and objects of a body
 NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
@@ -33,24 +32,26 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
     """
     if not is_dflash(server_args):
         return
-    app.add_middleware(Door)
-    app.add_exception_handler(Refusal, answer)  # some handlers do not expect any error
+    app.add_middleware(BodyChecks)
+    app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
 
 
-async def answer(request: Request, refusal: Exception) -> Response:
+async def bad_request(request: Request, refusal: Exception) -> Response:
     """HTTP 400 as SGLang writes it at the endpoint of this request."""
     written: Any = app.exception_handlers[HTTPException]
     response: Response = await written(request, HTTPException(400, str(refusal)))
     return response
 
 
-class Door:
+class BodyChecks:
     """An ASGI middleware that reads a body whole, checks it and passes it on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.checks = {
-            route.path: CHECKS[route.name] for route in _routes() if route.name in CHECKS
+            route.path: ENDPOINT_CHECKS[route.name]
+            for route in _routes()
+            if route.name in ENDPOINT_CHECKS
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +67,7 @@ class Door:
         try:
             self.check(scope["path"], body, request.query_params)
         except Refusal as refusal:
-            return await (await answer(request, refusal))(scope, receive, send)
+            return await (await bad_request(request, refusal))(scope, receive, send)
         return await self.app(scope, _again(body, receive), send)
 
     def check(self, path: str, body: bytes, query: Query) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint import load
+from sglang_dflash.checkpoint import read_draft
 from sglang_dflash.cli import main
 from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny import DRAFT, TARGET
@@ -186,7 +186,7 @@ def no_header(folder: Path) -> Path:
 )
 def test_broken_files(tmp_path: Path, broken: Callable[[Path], Path], words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
-        load(broken(tmp_path))
+        read_draft(broken(tmp_path))
     assert "\n" not in str(caught.value)
 
 
