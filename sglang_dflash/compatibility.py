@@ -26,6 +26,7 @@ from sglang_dflash.hybrid_targets import check_states_are_replayed, keeps_gdn_st
 from sglang_dflash.platforms import platform_of, verify_backend
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
+ONE_STEP = "it puts prefill and decode into one step, and here they are separate"
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 PICKLED_FORMATS = ("pt", "npcache")
 VALUES_AT_ONCE = 2**24
@@ -46,7 +47,12 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "each rank then has the hidden states of a part of the prompt",
         "Use tensor parallelism instead.",
     ),
-    ("attn_cp_size", (1,), "not implemented", "Use tensor parallelism instead."),
+    (
+        "attn_cp_size",
+        (1,),
+        "each rank then has the hidden states of a part of the tokens",
+        "Use tensor parallelism instead.",
+    ),
     ("moe_a2a_backend", ("none",), TOGETHER, "Leave it out."),
     ("moe_dense_tp_size", (None,), TOGETHER, "Leave it out."),
     (
@@ -55,20 +61,55 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "each rank then has the hidden states of a part of the prompt",
         "Leave it out.",
     ),
-    ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
-    ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
-    ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
-    ("enable_lora_overlap_loading", (None, False), "not implemented", "Leave it out."),
+    (
+        "enable_dp_attention",
+        (False,),
+        "ranks without requests must run the same forwards, which a block does not support",
+        "Use tensor parallelism instead.",
+    ),
+    (
+        "pp_size",
+        (1,),
+        "the draft reads layers that are on several ranks",
+        "Use tensor parallelism instead.",
+    ),
+    (
+        "disaggregation_mode",
+        ("null",),
+        "SGLang sends the target's KV only, so the decoding server would lack the draft's",
+        "Prefill and decode in one process.",
+    ),
+    (
+        "enable_lora_overlap_loading",
+        (None, False),
+        "it changes adapters while a batch runs, which has not been compared",
+        "Leave it out.",
+    ),
     ("lora_use_virtual_experts", (False,), "adapters on experts are not served", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
-    ("enable_hisparse", (False,), "not implemented", "Leave it out."),
-    ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
+    (
+        "enable_hisparse",
+        (False,),
+        "it moves KV of the target to the host, and the draft's does not follow",
+        "Leave it out.",
+    ),
+    ("enable_mixed_chunk", (False,), ONE_STEP, "Leave it out."),
     ("linear_attn_decode_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_prefill_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
-    ("enable_pdmux", (False,), "not implemented", "Leave it out."),
-    ("enable_two_batch_overlap", (False,), "not implemented", "Leave it out."),
-    ("dllm_algorithm", (None,), "not implemented", "Leave it out."),
+    ("enable_pdmux", (False,), ONE_STEP, "Leave it out."),
+    (
+        "enable_two_batch_overlap",
+        (False,),
+        "it splits a batch into two forwards, and a block is not split",
+        "Leave it out.",
+    ),
+    (
+        "dllm_algorithm",
+        (None,),
+        "it is for targets that write blocks by diffusion themselves",
+        "Leave it out.",
+    ),
 )
 
 
@@ -83,8 +124,8 @@ def check_flags(server_args: ServerArgs) -> None:
     for name, served, reason, fix in REFUSED_FLAGS:
         value = getattr(server_args, name)
         if value not in served:
-            flag = name.replace("_", "-")
-            raise Refusal(f"DFLASH does not work with --{flag} {value}: {reason}.", fix)
+            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
     _check_adapters(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
@@ -93,12 +134,12 @@ def check_flags(server_args: ServerArgs) -> None:
 
 
 def _check_adapters(server_args: ServerArgs) -> None:
-    served = platform_of(server_args).lora_backends
+    platform = platform_of(server_args)
+    served = platform.lora_backends
     if has_adapters(server_args) and server_args.lora_backend not in served:
-        device = server_args.device.upper()
         raise Refusal(
             f"--lora-backend {server_args.lora_backend} does not serve LoRA adapters with DFLASH "
-            f"on a {device}.",
+            f"{platform.place}.",
             f"Give --lora-backend {' or '.join(served)}." if served else WITHOUT_DFLASH,
         )
 
@@ -134,11 +175,11 @@ def _check_load_format(server_args: ServerArgs, draft: DFlashConfig) -> None:
 
 
 def _check_quantization(server_args: ServerArgs, draft: DFlashConfig) -> None:
-    method = draft.quantization_method
-    if method is not None and not platform_of(server_args).quantised_weights:
+    method, platform = draft.quantization_method, platform_of(server_args)
+    if method is not None and not platform.quantised_weights:
         raise Refusal(
-            f"The draft {draft.path} is quantised ({method}), which is not served on a "
-            f"{server_args.device.upper()}.",
+            f"The draft {draft.path} is quantised ({method}), which is not served "
+            f"{platform.place}.",
             "Use its unquantised checkpoint.",
         )
     asked = server_args.speculative_draft_model_quantization
@@ -251,11 +292,10 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
                 "of its projections. LoRA guesses wrong ones for its queries.",
                 "Leave --enable-lora and --lora-paths out.",
             )
-    device = server_args.device.upper()
     if not platform.quantised_weights and model_config.quantization is not None:
         raise Refusal(
-            f"{target} is quantised ({model_config.quantization}), which is not served on a "
-            f"{device}.",
+            f"{target} is quantised ({model_config.quantization}), which is not served "
+            f"{platform.place}.",
             "Use its unquantised checkpoint.",
         )
 
@@ -288,11 +328,11 @@ def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
             "one token per request.",
             "Give --lora-target-modules without gate_up_proj and down_proj.",
         )
-    if ParallelLMHeadWithLoRA in parts and not platform_of(server_args).adapted_heads:
+    platform = platform_of(server_args)
+    if ParallelLMHeadWithLoRA in parts and not platform.adapted_heads:
         raise Refusal(
-            "LoRA adapters on lm_head are not served with DFLASH on a "
-            f"{server_args.device.upper()}: SGLang's torch_native backend gives requests of one "
-            "prefill each other's adapters.",
+            f"LoRA adapters on lm_head are not served with DFLASH {platform.place}: SGLang's "
+            "torch_native backend gives requests of one prefill each other's adapters.",
             "Give --lora-target-modules without lm_head.",
         )
 

@@ -20,6 +20,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import logits_processor
+from sglang_dflash.platforms import platform_of
 from sglang_dflash.runtime.logit_rules import wrong_processor
 
 
@@ -266,7 +267,7 @@ def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     FA3's page tables are as wide as the context length, and have no pages for positions behind it.
     The attention of a hybrid target is inside its backend.
     """
-    if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
+    if runner.spec_algorithm.is_dflash() and platform_of(runner.server_args).bounded_tables:
         attention = getattr(backend, "full_attn_backend", backend)
         attention.max_context_len += runner.server_args.speculative_num_draft_tokens
 

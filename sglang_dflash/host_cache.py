@@ -56,11 +56,11 @@ def check_host_cache(
     """Raise `Refusal` where hits in host memory would lack KV of the draft, or were not tested."""
     if not server_args.enable_hierarchical_cache:
         return
-    target, device = f"The target {server_args.model_path}", server_args.device.upper()
+    target, platform = f"The target {server_args.model_path}", platform_of(server_args)
     layers = model_config.num_hidden_layers
-    if not platform_of(server_args).host_cache:
+    if not platform.host_cache:
         raise Refusal(
-            f"--enable-hierarchical-cache does not work on a {device}: SGLang's copies between "
+            f"--enable-hierarchical-cache does not work {platform.place}: SGLang's copies between "
             "host and device need a GPU.",
             WITHOUT_HOST_CACHE,
         )

@@ -95,25 +95,25 @@ def check_states_are_replayed(server_args: ServerArgs, model_config: ModelConfig
 def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
     """Refuse dtypes with which a verify would round states otherwise than decoding does."""
     target, dtype = f"The target {server_args.model_path}", model_config.dtype
-    able = platform_of(server_args).gdn_dtypes
-    if dtype not in able:
+    platform = platform_of(server_args)
+    if dtype not in platform.gdn_dtypes:
         raise Refusal(
-            f"{target} is to compute in {dtype}, which SGLang's linear attention does not do on a "
-            f"{server_args.device.upper()}.",
-            f"Give --dtype {_name(able[0])}.",
+            f"{target} is to compute in {_name(dtype)}, which SGLang's linear attention does not "
+            f"do {platform.place}.",
+            f"Give --dtype {_name(platform.gdn_dtypes[0])}.",
         )
     kept = mamba2_state_dtype(model_config.hf_config)
     if kept.conv != dtype:
         raise Refusal(
-            f"{target} computes in {dtype}, but SGLang keeps its convolution states in "
-            f"{kept.conv}, and a verify does not round them as decoding does.",
+            f"{target} computes in {_name(dtype)}, but SGLang keeps its convolution states in "
+            f"{_name(kept.conv)}, and a verify does not round them as decoding does.",
             f"Set SGLANG_MAMBA_CONV_DTYPE={_name(dtype)}.",
         )
-    if (server_args.mamba_ssm_dtype or _name(kept.temporal)) != "float32":
+    recurrent = server_args.mamba_ssm_dtype or _name(kept.temporal)
+    if recurrent != "float32":
         raise Refusal(
-            f"{target} keeps its recurrent states in "
-            f"{server_args.mamba_ssm_dtype or kept.temporal}. One-token decoding rounds them after "
-            "each token, and a verify after each block.",
+            f"{target} keeps its recurrent states in {recurrent}. One-token decoding rounds them "
+            "after each token, and a verify after each block.",
             "Give --mamba-ssm-dtype float32.",
         )
 

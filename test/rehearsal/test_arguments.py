@@ -209,7 +209,7 @@ def test_kv_dtypes(target: str, draft: str, kv: str) -> None:
 
 
 REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give fp8_e4m3"]),
+    ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give --kv-cache-dtype fp8_e4m3"]),
     (
         "dense",
         {"kv_cache_dtype": "fp8_e5m2", "decode_attention_backend": "fa3"}
