@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.server_args import ServerArgs
 from torch import nn
@@ -15,10 +13,9 @@ from torch import nn
 from sglang_dflash import target_kv
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.files import FETCH_AGAIN
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
-from sglang_dflash.checkpoint.tensors import Tensors, weight_files
+from sglang_dflash.checkpoint.tensors import Tensors, check_finite
 from sglang_dflash.core.reservation import GRAIN, ceil_align, longest
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.host_cache import check_host_cache
@@ -29,7 +26,6 @@ TOGETHER = "SGLang then plans each step for all ranks together, which a block do
 ONE_STEP = "it puts prefill and decode into one step, and here they are separate"
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 PICKLED_FORMATS = ("pt", "npcache")
-VALUES_AT_ONCE = 2**24
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
@@ -158,7 +154,7 @@ def check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors) 
     _check_load_format(server_args, draft)
     _check_quantization(server_args, draft)
     _check_windows(server_args, draft)
-    _check_finite(draft)
+    check_finite(Path(draft.path))  # before the target is loaded, which may take minutes
     if draft.mask_embedding:
         read_mask_embedding(draft)
 
@@ -202,21 +198,6 @@ def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
             "them correctly without causality.",
             f"Give --speculative-draft-attention-backend {' or '.join(able)}.",
         )
-
-
-def _check_finite(draft: DFlashConfig) -> None:
-    """Read every weight at startup, before the target is loaded, which may take minutes."""
-    for file in weight_files(Path(draft.path)):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - no mapping
-                if not _is_finite(weights.get_tensor(name)):
-                    raise Refusal(f"The file {file} holds NaN or infinity in {name}.", FETCH_AGAIN)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. Few at a time are copied, because the file may be large."""
-    parts = tensor.flatten().split(VALUES_AT_ONCE)
-    return all(bool(torch.isfinite(part.float()).all()) for part in parts)
 
 
 def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:

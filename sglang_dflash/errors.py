@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 
 # SGLang's own DFLASH serves some things that were not compared with this package.
-BUILT_IN = "Or set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
+BUILT_IN = "Or, on a GPU, set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
 LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
 

@@ -15,6 +15,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
+from sglang_dflash.checkpoint.fit import OTHER_STATES
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.platforms import platform_of
@@ -38,11 +39,7 @@ def check_states(server_args: ServerArgs) -> None:
     if keeps_gdn_states(model_config):
         return
     if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
-        raise Refusal(
-            f"The target {server_args.model_path} has a recurrent state (Mamba, short convolutions "
-            "or similar) that SGLang cannot restore after a partial acceptance.",
-            WITHOUT_DFLASH,
-        )
+        raise Refusal(f"The target {server_args.model_path} {OTHER_STATES}", WITHOUT_DFLASH)
 
 
 def _check_strategy(server_args: ServerArgs, keeps_states: bool) -> None:

@@ -33,13 +33,14 @@ class Report:
     target: Target | None = None
     target_parameters: int = 0
     mask_token: str | None = None
-    problems: list[Refusal] = field(default_factory=list)
+    problems: list[Refusal] = field(default_factory=list)  # of the draft or the target alone
+    misfits: list[Refusal] = field(default_factory=list)  # of the draft beside the target
     unreachable: list[Unreachable] = field(default_factory=list)  # names that no hub answered for
 
     @property
     def status(self) -> int:
         """The exit status. A problem is known even if the hub did not answer for another part."""
-        if self.problems:
+        if self.problems or self.misfits:
             return DOES_NOT_FIT
         return NOT_KNOWN if self.unreachable else FITS
 
@@ -52,15 +53,26 @@ class Report:
             "reached": not self.unreachable,
             "family": draft.family if draft else "unknown",
             "format": draft.format if draft else "unknown",
-            "block_size": draft.draft_width if draft else 0,  # the checkpoint's own number
+            "block_size": draft.block_size if draft else 0,
+            "draft_width": draft.draft_width if draft else 0,  # `block_size` of the checkpoint
             "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
             "mask_token_id": draft.mask_token_id if draft else -1,
             "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else 0,
             "parameters": self.tensors.parameters if self.tensors else 0,
             "problems": [
-                {"what": p.what, "fix": p.fix} for p in (*self.problems, *self.unreachable)
+                {"what": refusal.what, "fix": refusal.fix} for _, refusal in self.refusals()
             ],
         }
+
+    def refusals(self) -> Iterator[tuple[str, Refusal]]:
+        """Each refusal, behind a label of its kind."""
+        for label, refusals in (
+            ("cannot be served", self.problems),
+            ("does not fit", self.misfits),
+            ("not known", self.unreachable),
+        ):
+            for refusal in refusals:
+                yield label, refusal
 
 
 def inspect(draft_name: str, target_name: str | None) -> Report:
@@ -75,7 +87,7 @@ def inspect(draft_name: str, target_name: str | None) -> Report:
         with _noting(report):
             _report_target(report, target_name)
     if report.draft is not None and report.target is not None:
-        report.problems += misfits(report.draft, report.target)
+        report.misfits += misfits(report.draft, report.target)
     return report
 
 
@@ -160,8 +172,7 @@ def show(report: Report, console: Console) -> None:
         for name, value in _rows(report, report.draft).items():
             table.add_row(name, escape(str(value)))
         console.print(table)
-    for refusal in (*report.problems, *report.unreachable):
-        label = "not known" if isinstance(refusal, Unreachable) else "does not fit"
+    for label, refusal in report.refusals():
         what, fix = escape(refusal.what), escape(refusal.fix)
         console.print(f"[bold red]{label}:[/] {what} [bold]{fix}[/]")
     if report.status == FITS:
@@ -173,7 +184,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
     rows: dict[str, Any] = {
         "family": draft.family,
         "format": draft.format,
-        "block size": f"{draft.draft_width} ({draft.block_size - 1} drafts)",
+        "block size": f"{draft.block_size} ({draft.block_size - 1} drafts)",
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
         "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
         "layer ids, SGLang": list(draft.target_layer_ids),
@@ -194,7 +205,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
 
 
 def _heads(draft: DFlashConfig) -> str:
-    """What a family adds to a DFlash draft. Empty for DFlash itself."""
+    """The parts that a family adds to a DFlash draft. Empty for DFlash itself."""
     heads = []
     if draft.markov is not None:
         heads.append(f"Markov ({draft.markov.kind}, rank {draft.markov.rank})")

@@ -1,4 +1,4 @@
-"""What a DFLASH server reports: answers' `meta_info`, the log, Prometheus, `/server_info`."""
+"""Reports of a DFLASH server: answers' `meta_info`, the log, Prometheus, `/server_info`."""
 
 from __future__ import annotations
 

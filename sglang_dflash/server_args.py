@@ -24,6 +24,13 @@ from sglang_dflash.platforms import platform_of
 
 logger = logging.getLogger(__name__)
 
+ALL_REDUCE = (
+    "DFLASH turns --enable-flashinfer-allreduce-fusion off, because it would sum a layer's output "
+    "after its hidden states are captured."
+)
+PREFILL_GRAPHS = (
+    "DFLASH turns piecewise CUDA graphs off, because SGLang stores no recurrent states in them."
+)
 MAX_RUNNING_REQUESTS = 48  # default
 NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
 # Attention backends of SGLang that verify no blocks here, and why. Other devices have others.
@@ -168,12 +175,11 @@ def handle_dflash(server_args: ServerArgs) -> None:
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
     _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
-    # SGLang can fuse a layer's all-reduce with the next norm, after its states are captured.
     if server_args.enable_flashinfer_allreduce_fusion:
-        logger.info("DFLASH turns fused all-reduce off: it comes after hidden states are captured.")
+        logger.info(ALL_REDUCE)
         server_args.enable_flashinfer_allreduce_fusion = False
     if server_args.enable_mamba_extra_buffer() and not server_args.disable_piecewise_cuda_graph:
-        logger.info("DFLASH runs prefills outside graphs: in these SGLang stores no states.")
+        logger.info(PREFILL_GRAPHS)
         server_args.disable_piecewise_cuda_graph = True
     # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
@@ -195,7 +201,7 @@ def _bound_requests(server_args: ServerArgs) -> None:
 
 
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
-    """The served block: an explicit flag, else the trained length."""
+    """The served block: an explicit flag, else the longest."""
     given = {
         "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
         "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
@@ -209,7 +215,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
     size: int = values.pop()
     if not 2 <= size <= longest:
         raise Refusal(
-            f"The block size {size} is not possible: this draft was trained with {longest}.",
+            f"The block size {size} is not possible: a block of this draft has {longest} at most.",
             f"Give 2 to {longest}. The anchor counts.",
         )
     window = server_args.speculative_draft_window_size
@@ -220,7 +226,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
         )
     if size < longest:
         logger.warning(
-            f"DFLASH: the block size is {size}, but the draft was trained with {longest} and may "
+            f"DFLASH: the block size is {size}, but the draft was trained for {longest} and may "
             "draft worse with fewer masks. To keep all masks, use "
             f"--speculative-dflash-verify-width {size} instead."
         )

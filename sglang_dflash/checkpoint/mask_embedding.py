@@ -39,7 +39,7 @@ DTYPES = {
     "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16,
 }
-# What a file that is no such archive ends in, or one whose pickle describes no tensor.
+# Errors of a file that is no such archive, or whose pickle describes no tensor.
 UNREADABLE = (
     zipfile.BadZipFile,
     pickle.UnpicklingError,

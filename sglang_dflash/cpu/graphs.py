@@ -213,8 +213,11 @@ class CpuGraphs:
             self._graphs[kind], output = self._capture(batch, others)
         except CAPTURE_ERRORS as error:  # the model's own error is raised again below
             self._works = False
-            name = type(self._runner.model).__name__
-            logger.info(f"No CPU graphs for {name}: {error}. Its forwards run in their modules.")
+            model = type(self._runner.model).__name__
+            logger.info(
+                f"No CPU graphs for {model}: {error}. "
+                "Its forwards are not captured, which is slower."
+            )
             output = self._forward(batch, others)
         return output
 

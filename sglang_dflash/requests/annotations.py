@@ -1,4 +1,4 @@
-"""From SGLang's annotations to validators: what a field of a request may hold.
+"""From SGLang's annotations to validators: the values that a field of a request may hold.
 
 Pydantic converts the values, so that the rest of SGLang sees the annotated types. Numbers follow
 JSON Schema, which counts 64.0 among the whole numbers and "64" not among the numbers. `True` counts
@@ -116,7 +116,7 @@ def description_of(annotation: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field may hold."""
+    """The values that one field may hold."""
 
     adapter: TypeAdapter[Any]
     expected: str
@@ -136,7 +136,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Record:
-    """What an object with these fields may hold."""
+    """The objects that have these fields and no others."""
 
     rules: Mapping[str, Rule]
 

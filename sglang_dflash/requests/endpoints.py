@@ -1,4 +1,4 @@
-"""Bodies that reach no generation: SGLang's handlers of some endpoints end in them with HTTP 500.
+"""Bodies of other endpoints than those for text: SGLang answers some of them with HTTP 500.
 
 Each check belongs to one handler of SGLang and refuses what this handler cannot answer. An error
 that no check foresees stays HTTP 500.
@@ -30,6 +30,7 @@ LOG_LEVELS_OF_REQUESTS = range(4)
 
 
 def one_of(field: str, value: Any, allowed: Any) -> None:
+    """Raise `Refusal` for a value of a field that is not among those that are allowed."""
     if value not in allowed:
         raise Refusal(
             f"{field} is {shown(value)}.", f"It must be one of {', '.join(map(str, allowed))}."
@@ -58,6 +59,7 @@ def parser_of_calls(body: Any, query: Query) -> None:
 
 
 def parser_of_reasoning(body: Any, query: Query) -> None:
+    """SGLang answers an unknown name with HTTP 500."""
     name = _object(body).get("reasoning_parser")
     if isinstance(name, str):  # else FastAPI refuses it
         one_of("reasoning_parser", name.lower(), sorted(ReasoningParser.DetectorMap))
@@ -90,6 +92,7 @@ def tokens(body: Any, query: Query) -> None:
 
 
 def messages(body: Any, query: Query) -> None:
+    """SGLang answers an empty list of messages with HTTP 500."""
     if _object(body).get("messages") == []:
         raise Refusal("messages is empty.", "Give one message at least.")
 
@@ -106,11 +109,13 @@ def openai(body: Any, query: Query) -> None:
 
 
 def sections(body: Any, query: Query) -> None:
+    """SGLang answers an unknown section of `/v1/loads` with HTTP 500."""
     for name in query["include"].split(",") if query.get("include") else ():
         one_of("include", name.strip(), sorted(LoadSnapshot.VALID_SECTIONS))
 
 
 def logging_of_requests(body: Any, query: Query) -> None:
+    """SGLang answers an unknown level with HTTP 500."""
     level, of_requests = _object(body).get("log_level"), _object(body).get("log_requests_level")
     if isinstance(level, str):
         one_of("log_level", level.upper(), sorted(logging.getLevelNamesMapping()))

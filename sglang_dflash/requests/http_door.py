@@ -1,4 +1,4 @@
-"""The door of a DFLASH server: bodies that nobody can answer are refused before a handler runs."""
+"""HTTP bodies of a DFLASH server: those that no handler can answer are refused before it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF = re.compile(
 
 
 def install(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `set_uvicorn_logging_configs`: put the door in front of SGLang's handlers.
+    """BEFORE `set_uvicorn_logging_configs`: check bodies before SGLang's handlers.
 
     A hook on a function of `http_server` would import that module in every scheduler.
     """
@@ -82,7 +82,7 @@ class BodyChecks:
         try:
             parsed = json.loads(body) if body else None
         except ValueError as error:
-            raise Refusal(f"The body is no JSON: {shown(str(error))}.", "Correct it.") from None
+            raise Refusal(f"The body is not JSON: {shown(str(error))}.", "Send JSON.") from None
         if HALF.search(body):
             refuse_unwritable(parsed)
         if check is not None:
@@ -111,7 +111,10 @@ def refuse_unwritable(parsed: Any) -> None:
         elif isinstance(value, list):
             left += value
         elif isinstance(value, str) and not _writable(value):
-            raise Refusal(f"The body has {shown(value)}.", "It holds half of a surrogate pair.")
+            raise Refusal(
+                f"The body has {shown(value)}, which holds half of a surrogate pair.",
+                "Send both halves of the pair, or neither.",
+            )
 
 
 def _writable(text: str) -> bool:

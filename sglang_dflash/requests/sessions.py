@@ -1,4 +1,4 @@
-"""Requests of a session that end SGLang's scheduler, although they ask for something clear."""
+"""Requests of a session that are sound, but crash SGLang's scheduler."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_block_size_flags_are_honoured(
 ) -> None:
     """Fewer masks than the trained 8 can cost acceptance, so there is a warning."""
     assert arguments(target, draft, **{flag: size}).speculative_num_draft_tokens == size
-    assert ("trained with 8" in caplog.text) == (size < 8)
+    assert ("trained for 8" in caplog.text) == (size < 8)
 
 
 def test_block_size_comes_from_the_draft(target: str, draft: str) -> None:
