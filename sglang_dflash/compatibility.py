@@ -269,7 +269,7 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
         cls, name = _target_class(model_config)
         if not hasattr(cls, "get_hidden_dim"):
             raise Refusal(
-                f"{target} has linear attention, and SGLang's {name} does not tell LoRA the shapes "
+                f"{target} has linear attention, and SGLang's {name} does not give LoRA the shapes "
                 "of its projections. LoRA guesses wrong ones for its queries.",
                 "Leave --enable-lora and --lora-paths out.",
             )
@@ -296,9 +296,9 @@ def _target_class(model_config: ModelConfig) -> tuple[type, str]:
 
 
 def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
-    """Raise `Refusal` for adapters on parts where SGLang cannot run them behind a block.
+    """Raise `Refusal` for adapters on parts where SGLang cannot run them in a block.
 
-    target: the loaded model. Which parts have adapters is known when SGLang has read them.
+    target: the loaded model. Its modules show on which parts the adapters are.
     """
     from sglang.srt.lora.layers import FusedMoEWithLoRA, ParallelLMHeadWithLoRA
 

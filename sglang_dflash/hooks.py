@@ -36,9 +36,11 @@ def validate_request(req: Any) -> str | None:
             "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
             "--enable-deterministic-inference."
         )
-    if req.custom_logit_processor and (why := wrong_processor(req.custom_logit_processor)):
-        req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
-        return why
+    if req.custom_logit_processor:
+        why = wrong_processor(req.custom_logit_processor)
+        if why is not None:
+            req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
+            return why
     tokens = {
         "input_ids": req.origin_input_ids_unpadded,
         "token_ids_logprob": req.logprob.token_ids_logprob,
@@ -103,7 +105,8 @@ def capture_layers(original: Callable[..., None], runner: Any) -> None:
     processor.dflash_target = True
     if ids[-1] == last or runner.server_args.enable_return_hidden_states:
         processor.dflash_append_final = True
-    if captured := [i for i in ids if i < last]:
+    captured = [i for i in ids if i < last]
+    if captured:
         try:
             runner.model.set_dflash_layers_to_capture(captured)
         except AttributeError:  # no such hook, or Qwen3-VL's, which its text model does not support
@@ -151,7 +154,8 @@ def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any
     if logits.dtype == torch.float32 or processor.final_logit_softcapping:
         return original(processor, logits, metadata)
     logits = logits[:, : processor.vocab_size]
-    if (buffer := metadata.next_token_logits_buffer) is None:
+    buffer = metadata.next_token_logits_buffer
+    if buffer is None:
         return logits
     room = buffer.flatten().view(logits.dtype)[: logits.numel()]
     return room.view(logits.shape).copy_(logits)

@@ -194,7 +194,8 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
         "attention": _attention(draft),
         "KV bytes a token": draft.kv_bytes_per_token(),
     }
-    if heads := _heads(draft):
+    heads = _heads(draft)
+    if heads:
         rows["heads"] = heads
     if report.tensors is not None:
         rows["parameters"] = f"{report.tensors.parameters:,}"
@@ -215,7 +216,8 @@ def _heads(draft: DFlashConfig) -> str:
         heads.append(f"convolutions ({draft.convolution.taps} taps)")
     if draft.selector is not None:
         heads.append(f"selector ({draft.selector.top_k} candidates)")
-    if (gru := draft.prefix_gru) is not None:
+    gru = draft.prefix_gru
+    if gru is not None:
         labels = "shifted" if gru.shifted else "not shifted"
         sizes = f"state {gru.gru_hidden_dim}, inner {gru.emb_dim}, pure prefix {gru.pure_prefix}"
         heads.append(f"prefix GRU ({sizes}, labels {labels})")

@@ -94,7 +94,8 @@ def _guard_dflash() -> None:
 def _refuse_if_incomplete() -> None:
     from sglang_dflash.errors import Refusal
 
-    if missing := missing_parts():
+    missing = missing_parts()
+    if missing:
         raise Refusal(
             f"sglang-dflash cannot serve DFLASH here: {'; '.join(missing)}.",
             f"Install sglang=={SGLANG_VERSION} and load both plugins (leave SGLANG_PLUGINS unset), "

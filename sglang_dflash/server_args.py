@@ -236,7 +236,8 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
 def _draft_backend(server_args: ServerArgs) -> str:
     """The attention backend of the draft: an explicit flag, else the target's."""
     able = platform_of(server_args).attention_backends
-    if unable := sorted(set(server_args.get_attention_backends()) - set(able)):
+    unable = sorted(set(server_args.get_attention_backends()) - set(able))
+    if unable:
         reasons = "; ".join(f"{name} {UNSERVED[name]}" for name in unable if name in UNSERVED)
         raise Refusal(
             f"DFLASH verifies with the attention backends {', '.join(able)}, not "

@@ -10,7 +10,7 @@ from sglang_dflash.errors import Refusal, shown
 CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-# Fields that other models have, with the values that a Qwen3 layer stands for.
+# Fields that other models have, with the values that a Qwen 3 layer implies.
 OF_OTHER_LAYERS = {
     "attention_sink_bias": False,
     "attention_value_scale": 1.0,
@@ -85,6 +85,7 @@ class Fields:
             raise self.refuse(f"has {key} = {shown(stated)}, and only {values} {verb} served")
 
     def optional_object(self, key: str) -> dict[str, Any] | None:
+        """A nested object, as it is."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -104,6 +105,7 @@ class Fields:
         return Fields(self.optional_object(key) or {}, self._file, key)
 
     def optional_name(self, key: str) -> str | None:
+        """A text."""
         value = self.raw.get(key)
         if value is None or isinstance(value, str):
             return value
@@ -144,6 +146,7 @@ class Fields:
         return value
 
     def optional_boolean(self, key: str) -> bool | None:
+        """True or false."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -152,10 +155,12 @@ class Fields:
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
+        """True or false. default: the value of an absent field."""
         value = self.optional_boolean(key)
         return default if value is None else value
 
     def optional_number(self, key: str) -> float | None:
+        """A number that float32 can hold."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -166,6 +171,7 @@ class Fields:
         return float(value)
 
     def number(self, key: str, default: float) -> float:
+        """A number that float32 can hold. default: the value of an absent field."""
         value = self.optional_number(key)
         return default if value is None else value
 
@@ -177,13 +183,14 @@ class Fields:
         return value
 
     def positive_number(self, key: str, default: float) -> float:
+        """A number above 0. default: the value of an absent field."""
         value = self.optional_positive_number(key)
         return default if value is None else value
 
     def optional_layer_ids(self, key: str, embedding: int) -> list[int] | None:
         """At least one layer id, in ascending order, each once.
 
-        embedding: the id that stands for the output of the embedding in this format.
+        embedding: the id of the embedding's output in this format.
         """
         value = self.raw.get(key)
         if value is None:
@@ -283,11 +290,13 @@ class Fields:
                 raise self.refuse(f"has no {key}, which RoPE of type {kind} needs")
             scaling[key] = self.raw[key]
         for key in optional:
-            if (value := self.optional_number(key)) is not None:
+            value = self.optional_number(key)
+            if value is not None:
                 if value < 0:
                     raise self.refuse(f"has {key} = {value}, which must not be negative")
                 scaling[key] = self.raw[key]
-        if (truncate := self.optional_boolean("truncate")) is not None:
+        truncate = self.optional_boolean("truncate")
+        if truncate is not None:
             scaling["truncate"] = truncate
         return scaling
 

@@ -36,7 +36,8 @@ class Target:
 
 def target_of(fields: Fields, path: str) -> Target:
     """The target that the (text) fields of a config.json describe. Raises `Refusal`."""
-    if missing := [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]:
+    missing = [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]
+    if missing:
         raise fields.refuse(
             f"is not the config of a target: it has no {' and no '.join(missing)}",
             "Give the folder of a target as --target.",

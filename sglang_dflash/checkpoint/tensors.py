@@ -100,8 +100,9 @@ def weight_files(folder: Path) -> list[Path]:
     names files of its own folder only, so no path leads out of it.
     """
     present = _visible(folder, "*.safetensors")
-    pickles = [name for pattern in PICKLES for name in _visible(folder, pattern)]
-    if not present and (pickled := sorted(set(pickles) - {MASK_EMBEDDING})):
+    pickles = {name for pattern in PICKLES for name in _visible(folder, pattern)}
+    pickled = sorted(pickles - {MASK_EMBEDDING})
+    if pickled and not present:
         raise Refusal(
             f"The folder {folder} holds its weights as pickles ({shown(pickled)}), which can run "
             "any code when they are opened.",

@@ -122,7 +122,8 @@ class Capture(TorchFunctionMode):
 
     def _source(self, value: Any, reads: set[str]) -> str:
         """The source of an argument in the function. The names in it are added to `reads`."""
-        if (name := self._names.get(id(value))) is not None:
+        name = self._names.get(id(value))
+        if name is not None:
             reads.add(name)
             return name
         if isinstance(value, Tensor) and id(value) not in self._weights:
@@ -149,7 +150,8 @@ class Capture(TorchFunctionMode):
         ends = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
         lines = [f"return {{{', '.join(ends)}}}"]
         for source, reads, made in reversed(self._calls):
-            if dead := ({*reads, *made} - used).difference(self._given):  # later calls need none
+            dead = ({*reads, *made} - used).difference(self._given)  # later calls need none
+            if dead:
                 lines.append(f"del {', '.join(sorted(dead))}")
             lines.append(source)
             used |= reads
@@ -189,12 +191,8 @@ class CpuGraphs:
         self._works = not (hooked or planned or self._runner.msprobe_debugger)
         self._graphs: dict[Any, Graph] = {}
         self._weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        self._weights += [
-            value
-            for module in modules
-            for name in UNREGISTERED
-            if isinstance(value := getattr(module, name, None), Tensor)
-        ]
+        others = [getattr(module, name, None) for module in modules for name in UNREGISTERED]
+        self._weights += [value for value in others if isinstance(value, Tensor)]
 
     def can_run(self, batch: ForwardBatch) -> bool:
         if not self._works or not batch.forward_mode.is_target_verify():
@@ -207,7 +205,9 @@ class CpuGraphs:
         if batch.needs_forward_metadata_init():
             self._runner.attn_backend.init_forward_metadata(batch)
         flags = [value if _is_flag(value) else ... for value in vars(batch).values()]
-        if (graph := self._graphs.get(kind := (len(batch.input_ids), *flags))) is not None:
+        kind = (len(batch.input_ids), *flags)
+        graph = self._graphs.get(kind)
+        if graph is not None:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
             self._graphs[kind], output = self._capture(batch, others)

@@ -59,7 +59,8 @@ async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
     if not serves_dflash():
         return await original(communicator, obj)
-    if check := CONTROL_CHECKS.get(type(obj)):
+    check = CONTROL_CHECKS.get(type(obj))
+    if check is not None:
         check(obj)
     results = await original(communicator, obj)
     for result in results:

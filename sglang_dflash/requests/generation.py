@@ -91,7 +91,7 @@ class Size(NamedTuple):
 def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
     """BEFORE `TokenizerManager.generate_request`: refuse a request that cannot be served.
 
-    What pydantic converts is written back, so `"max_new_tokens": 64.0` becomes 64.
+    Values that pydantic converts are written back, so `"max_new_tokens": 64.0` becomes 64.
     """
     if not is_dflash(manager.server_args):
         return
@@ -122,7 +122,8 @@ def _read_prompts(obj: Any) -> int | None:
         obj.input_ids = obj.input_ids["input_ids"]
     sizes = {}
     for name in PROMPTS:
-        if (value := as_python(getattr(obj, name))) is None:
+        value = as_python(getattr(obj, name))
+        if value is None:
             continue
         value = prompt_rules()[name].parse(list(value) if isinstance(value, tuple) else value, name)
         if isinstance(value, list) and (not value or [] in value):
