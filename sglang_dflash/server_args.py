@@ -215,7 +215,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
     size: int = values.pop()
     if not 2 <= size <= longest:
         raise Refusal(
-            f"The block size {size} is not possible: a block of this draft has {longest} at most.",
+            f"The block size {size} is not possible: a block of this draft has at most {longest}.",
             f"Give 2 to {longest}. The anchor counts.",
         )
     window = server_args.speculative_draft_window_size

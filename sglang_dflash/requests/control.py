@@ -43,7 +43,7 @@ from sglang_dflash.platforms import platform_of
 from sglang_dflash.requests.annotations import INT32, Rule, number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
-OF_WRONG_WEIGHTS = (
+ERRORS_OF_WRONG_WEIGHTS = (
     *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
     pickle.UnpicklingError,
 )
@@ -116,7 +116,7 @@ def update_from_tensor(
         return original(updater, request)
     try:
         return original(updater, request)
-    except OF_WRONG_WEIGHTS as error:
+    except ERRORS_OF_WRONG_WEIGHTS as error:
         torch.distributed.barrier(group=updater.tp_cpu_group)  # the other ranks wait in it
         why = f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
         return UpdateWeightsFromTensorReqOutput(False, why)
