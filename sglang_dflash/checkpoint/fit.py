@@ -14,8 +14,8 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the
 NAMED_FAULTS = 3  # the most faults of weights that a refusal names
 OTHER_DRAFT = "Use the draft that was trained for this target."
 OTHER_STATES = (
-    "has recurrent states (Mamba, short convolutions or similar) of a class that returns no hidden "
-    "states in this SGLang, and most of its layers cannot verify a block."
+    "has recurrent states (Mamba, short convolutions or similar). Its class in SGLang returns no "
+    "hidden states, and most of its layers cannot verify a block."
 )
 TARGET_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}

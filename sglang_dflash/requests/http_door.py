@@ -67,7 +67,8 @@ class BodyChecks:
         try:
             self.check(scope["path"], body, request.query_params)
         except Refusal as refusal:
-            return await (await bad_request(request, refusal))(scope, receive, send)
+            response = await bad_request(request, refusal)
+            return await response(scope, receive, send)
         return await self.app(scope, _again(body, receive), send)
 
     def check(self, path: str, body: bytes, query: Query) -> None:
