@@ -71,7 +71,7 @@ DFLASH_HOOKS = (
         "server_args.ServerArgs._handle_kv4_compatibility",
         "BEFORE",
         "target_kv:refuse_fp4_kv",
-        "SGLang's check of KV in FP4 ends in assertions about its backends",
+        "SGLang's check of KV in FP4 fails in assertions about its backends",
     ),
     Hook(
         "server_args.ServerArgs._handle_hicache",

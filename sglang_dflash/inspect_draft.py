@@ -140,7 +140,7 @@ def _target(folder: Path) -> Target:
 def _text_of(token: int, file: Path) -> str | None:
     """The text of a token in a tokenizer.json, or None. Raises `Refusal`.
 
-    It is looked up, because a tokenizer that is built of a broken file ends the process.
+    It is looked up in the file, because a tokenizer of a broken file crashes the process.
     """
     raw = read_json(file, JSON_LIMIT)
     added = raw.get("added_tokens")

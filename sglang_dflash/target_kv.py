@@ -20,7 +20,7 @@ from sglang_dflash.platforms import platform_of, verify_backend
 def refuse_fp4_kv(server_args: ServerArgs) -> None:
     """BEFORE `ServerArgs._handle_kv4_compatibility`: refuse KV in FP4.
 
-    SGLang itself ends there in an assertion, whatever the algorithm.
+    SGLang itself fails in an assertion there, whatever the algorithm.
     """
     if not is_dflash(server_args):
         return

@@ -22,7 +22,7 @@ from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # HTTP
-# The hub's client reads headers as they are, so a broken one ends in any of these.
+# The hub's client reads headers as they are, so a broken one raises any of these.
 BROKEN_HEADERS = (SafetensorsParsingError, TypeError, AttributeError, LookupError, RecursionError)
 CONFIGS, WEIGHTS = ["*.json", "mask_embedding.pt"], "*.safetensors"
 

@@ -34,10 +34,17 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 64  # of a captured forward; with more tokens, the Python matters less
 GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that a forward reads
 # Calls that return no tensor and depend on shapes only. Other such calls read values.
-OF_SHAPE = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
-OF_SHAPE |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
+SHAPE_CALLS = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
+SHAPE_CALLS |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
 # Calls whose result has a shape that depends on values.
-OF_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
+CALLS_SHAPED_BY_VALUES = {
+    "argwhere",
+    "bincount",
+    "masked_select",
+    "nonzero",
+    "unique",
+    "unique_consecutive",
+}
 SAME = ("contiguous", "float", "to")  # return their argument itself if there is nothing to do
 # Arguments that are the same in every forward of a kind; weights and layers keep their identity.
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -84,7 +91,7 @@ class Capture(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in OF_VALUES or _selects_by_value(name, args):
+        if name in CALLS_SHAPED_BY_VALUES or _selects_by_value(name, args):
             raise NotCapturable(f"the shape of `{name}` depends on values")
         shared = tuple(map(id, args)) if func is cos_and_sin else ()
         if shared in self._shared:
@@ -99,7 +106,7 @@ class Capture(TorchFunctionMode):
         if name == "__setitem__":
             tensors = []
         elif not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            if name not in OF_SHAPE:
+            if name not in SHAPE_CALLS:
                 raise NotCapturable(f"`{name}` returns {type(result).__name__}, not a tensor")
             for value in args:  # the shape of an unknown tensor may depend on the requests
                 if isinstance(value, Tensor):
