@@ -249,7 +249,7 @@ REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"mamba_scheduler_strategy": "extra_buffer"},
         ["no recurrent states", "Leave it out"],
     ),
-    ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
+    ("hybrid", {"dtype": "float16"}, ["states in bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
     ("hybrid", {"cpu_offload_gb": 1}, ["stay on the device", "--cpu-offload-gb"]),
     ("hybrid", {"offload_group_size": 2}, ["stay on the device", "--offload-group-size"]),
     ("hybrid", {"enable_lora": True}, ["linear attention", "Leave --enable-lora"]),
