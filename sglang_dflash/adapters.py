@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.temporary import temporarily
+
 CHUNK = 16  # tokens of a segment in csgmv, at least
 
 
@@ -23,13 +26,10 @@ def has_adapters(server_args: Any) -> bool:
 
 def check_adapters(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs.check_lora_server_args`, which refuses adapters with DFLASH."""
-    algorithm = server_args.speculative_algorithm
-    if algorithm == "DFLASH":
-        server_args.speculative_algorithm = None
-    try:
-        original(server_args)
-    finally:
-        server_args.speculative_algorithm = algorithm
+    if not is_dflash(server_args):
+        return original(server_args)
+    with temporarily(server_args, speculative_algorithm=None):
+        return original(server_args)
 
 
 def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""`sglang-dflash`: describe a draft, or serve the bundled pair."""
+"""`sglang-dflash`: describe a draft, serve the bundled pair, or compare it without DFLASH."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
-    demo.add_argument("--json", action="store_true", help="print only the last line")
+    demo.add_argument("--json", action="store_true", help="print one line of JSON")
     serve = commands.add_parser(
         "serve", help="serve the bundled pair; takes further flags of SGLang's server"
     )
-    serve.add_argument("--port", type=int, default=30000)
+    serve.add_argument("--port", type=int, default=30000, help="port on 127.0.0.1; default: 30000")
     watch = commands.add_parser("watch", help="a page that shows the blocks of a DFLASH server")
     watch.add_argument("url", help="of the server, such as http://127.0.0.1:30000")
     watch.add_argument("--without", metavar="URL", help="the same target without speculation")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     inspect = commands.add_parser("inspect", help="describe a draft, and check that it fits")
     inspect.add_argument("draft", help="folder or hub id of a DFlash checkpoint")
     inspect.add_argument("--target", help="folder or hub id of the target it is for")
-    inspect.add_argument("--json", action="store_true", help="one line of JSON")
+    inspect.add_argument("--json", action="store_true", help="print one line of JSON")
     chosen, others = parser.parse_known_args(arguments)
     if chosen.command == "serve":
         from sglang_dflash.serve import run as run_serve

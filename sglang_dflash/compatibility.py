@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.server_args import ServerArgs
 from torch import nn
@@ -15,10 +13,9 @@ from torch import nn
 from sglang_dflash import target_kv
 from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.files import FETCH_AGAIN
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
-from sglang_dflash.checkpoint.tensors import Tensors, weight_files
+from sglang_dflash.checkpoint.tensors import Tensors, check_finite
 from sglang_dflash.core.reservation import GRAIN, ceil_align, longest
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.host_cache import check_host_cache
@@ -26,9 +23,9 @@ from sglang_dflash.hybrid_targets import check_states_are_replayed, keeps_gdn_st
 from sglang_dflash.platforms import platform_of, verify_backend
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
+ONE_STEP = "it puts prefill and decode into one step, and here they are separate"
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 PICKLED_FORMATS = ("pt", "npcache")
-VALUES_AT_ONCE = 2**24
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
 # (attribute, values that are served, why the others are not, the fix)
@@ -46,7 +43,12 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "each rank then has the hidden states of a part of the prompt",
         "Use tensor parallelism instead.",
     ),
-    ("attn_cp_size", (1,), "not implemented", "Use tensor parallelism instead."),
+    (
+        "attn_cp_size",
+        (1,),
+        "each rank then has the hidden states of a part of the tokens",
+        "Use tensor parallelism instead.",
+    ),
     ("moe_a2a_backend", ("none",), TOGETHER, "Leave it out."),
     ("moe_dense_tp_size", (None,), TOGETHER, "Leave it out."),
     (
@@ -55,20 +57,55 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "each rank then has the hidden states of a part of the prompt",
         "Leave it out.",
     ),
-    ("enable_dp_attention", (False,), "not implemented", "Use tensor parallelism instead."),
-    ("pp_size", (1,), "not implemented", "Use tensor parallelism instead."),
-    ("disaggregation_mode", ("null",), "not implemented", "Prefill and decode in one process."),
-    ("enable_lora_overlap_loading", (None, False), "not implemented", "Leave it out."),
+    (
+        "enable_dp_attention",
+        (False,),
+        "ranks without requests must run the same forwards, which a block does not support",
+        "Use tensor parallelism instead.",
+    ),
+    (
+        "pp_size",
+        (1,),
+        "the draft reads layers that are on several ranks",
+        "Use tensor parallelism instead.",
+    ),
+    (
+        "disaggregation_mode",
+        ("null",),
+        "SGLang sends the target's KV only, so the decoding server would lack the draft's",
+        "Prefill and decode in one process.",
+    ),
+    (
+        "enable_lora_overlap_loading",
+        (None, False),
+        "it changes adapters while a batch runs, which has not been compared",
+        "Leave it out.",
+    ),
     ("lora_use_virtual_experts", (False,), "adapters on experts are not served", "Leave it out."),
     ("enable_lmcache", (False,), "its hits would lack the draft's KV", "Leave it out."),
-    ("enable_hisparse", (False,), "not implemented", "Leave it out."),
-    ("enable_mixed_chunk", (False,), "prefill and verify are separate steps", "Leave it out."),
+    (
+        "enable_hisparse",
+        (False,),
+        "it moves KV of the target to the host, and the draft's does not follow",
+        "Leave it out.",
+    ),
+    ("enable_mixed_chunk", (False,), ONE_STEP, "Leave it out."),
     ("linear_attn_decode_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_prefill_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
-    ("enable_pdmux", (False,), "not implemented", "Leave it out."),
-    ("enable_two_batch_overlap", (False,), "not implemented", "Leave it out."),
-    ("dllm_algorithm", (None,), "not implemented", "Leave it out."),
+    ("enable_pdmux", (False,), ONE_STEP, "Leave it out."),
+    (
+        "enable_two_batch_overlap",
+        (False,),
+        "it splits a batch into two forwards, and a block is not split",
+        "Leave it out.",
+    ),
+    (
+        "dllm_algorithm",
+        (None,),
+        "it is for targets that write blocks by diffusion themselves",
+        "Leave it out.",
+    ),
 )
 
 
@@ -83,8 +120,8 @@ def check_flags(server_args: ServerArgs) -> None:
     for name, served, reason, fix in REFUSED_FLAGS:
         value = getattr(server_args, name)
         if value not in served:
-            flag = name.replace("_", "-")
-            raise Refusal(f"DFLASH does not work with --{flag} {value}: {reason}.", fix)
+            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
     _check_adapters(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
@@ -93,12 +130,12 @@ def check_flags(server_args: ServerArgs) -> None:
 
 
 def _check_adapters(server_args: ServerArgs) -> None:
-    served = platform_of(server_args).lora_backends
+    platform = platform_of(server_args)
+    served = platform.lora_backends
     if has_adapters(server_args) and server_args.lora_backend not in served:
-        device = server_args.device.upper()
         raise Refusal(
             f"--lora-backend {server_args.lora_backend} does not serve LoRA adapters with DFLASH "
-            f"on a {device}.",
+            f"{platform.place}.",
             f"Give --lora-backend {' or '.join(served)}." if served else WITHOUT_DFLASH,
         )
 
@@ -117,7 +154,7 @@ def check_draft(server_args: ServerArgs, draft: DFlashConfig, tensors: Tensors) 
     _check_load_format(server_args, draft)
     _check_quantization(server_args, draft)
     _check_windows(server_args, draft)
-    _check_finite(draft)
+    check_finite(Path(draft.path))  # before the target is loaded, which may take minutes
     if draft.mask_embedding:
         read_mask_embedding(draft)
 
@@ -134,11 +171,11 @@ def _check_load_format(server_args: ServerArgs, draft: DFlashConfig) -> None:
 
 
 def _check_quantization(server_args: ServerArgs, draft: DFlashConfig) -> None:
-    method = draft.quantization_method
-    if method is not None and not platform_of(server_args).quantised_weights:
+    method, platform = draft.quantization_method, platform_of(server_args)
+    if method is not None and not platform.quantised_weights:
         raise Refusal(
-            f"The draft {draft.path} is quantised ({method}), which is not served on a "
-            f"{server_args.device.upper()}.",
+            f"The draft {draft.path} is quantised ({method}), which is not served "
+            f"{platform.place}.",
             "Use its unquantised checkpoint.",
         )
     asked = server_args.speculative_draft_model_quantization
@@ -161,21 +198,6 @@ def _check_windows(server_args: ServerArgs, draft: DFlashConfig) -> None:
             "them correctly without causality.",
             f"Give --speculative-draft-attention-backend {' or '.join(able)}.",
         )
-
-
-def _check_finite(draft: DFlashConfig) -> None:
-    """Read every weight at startup, before the target is loaded, which may take minutes."""
-    for file in weight_files(Path(draft.path)):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - no mapping
-                if not _is_finite(weights.get_tensor(name)):
-                    raise Refusal(f"The file {file} holds NaN or infinity in {name}.", FETCH_AGAIN)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. Few at a time are copied, because the file may be large."""
-    parts = tensor.flatten().split(VALUES_AT_ONCE)
-    return all(bool(torch.isfinite(part.float()).all()) for part in parts)
 
 
 def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
@@ -247,15 +269,14 @@ def _check_platform(server_args: ServerArgs, model_config: ModelConfig) -> None:
         cls, name = _target_class(model_config)
         if not hasattr(cls, "get_hidden_dim"):
             raise Refusal(
-                f"{target} has linear attention, and SGLang's {name} does not tell LoRA the shapes "
+                f"{target} has linear attention, and SGLang's {name} does not give LoRA the shapes "
                 "of its projections. LoRA guesses wrong ones for its queries.",
                 "Leave --enable-lora and --lora-paths out.",
             )
-    device = server_args.device.upper()
     if not platform.quantised_weights and model_config.quantization is not None:
         raise Refusal(
-            f"{target} is quantised ({model_config.quantization}), which is not served on a "
-            f"{device}.",
+            f"{target} is quantised ({model_config.quantization}), which is not served "
+            f"{platform.place}.",
             "Use its unquantised checkpoint.",
         )
 
@@ -275,9 +296,9 @@ def _target_class(model_config: ModelConfig) -> tuple[type, str]:
 
 
 def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
-    """Raise `Refusal` for adapters on parts where SGLang cannot run them behind a block.
+    """Raise `Refusal` for adapters on parts where SGLang cannot run them in a block.
 
-    target: the loaded model. Which parts have adapters is known when SGLang has read them.
+    target: the loaded model. Its modules show on which parts the adapters are.
     """
     from sglang.srt.lora.layers import FusedMoEWithLoRA, ParallelLMHeadWithLoRA
 
@@ -288,11 +309,11 @@ def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
             "one token per request.",
             "Give --lora-target-modules without gate_up_proj and down_proj.",
         )
-    if ParallelLMHeadWithLoRA in parts and not platform_of(server_args).adapted_heads:
+    platform = platform_of(server_args)
+    if ParallelLMHeadWithLoRA in parts and not platform.adapted_heads:
         raise Refusal(
-            "LoRA adapters on lm_head are not served with DFLASH on a "
-            f"{server_args.device.upper()}: SGLang's torch_native backend gives requests of one "
-            "prefill each other's adapters.",
+            f"LoRA adapters on lm_head are not served with DFLASH {platform.place}: SGLang's "
+            "torch_native backend gives requests of one prefill each other's adapters.",
             "Give --lora-target-modules without lm_head.",
         )
 

@@ -1,9 +1,23 @@
 """The error that a user can correct."""
 
+from __future__ import annotations
+
+import reprlib
+
 # SGLang's own DFLASH serves some things that were not compared with this package.
-BUILT_IN = "Or set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
+BUILT_IN = "Or, on a GPU, set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
 LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: object) -> str:
+    """A stranger's value as a message quotes it. A long or deep one is shortened."""
+    return _SHORT.repr(value)
 
 
 class Refusal(ValueError):
@@ -16,8 +30,8 @@ class Refusal(ValueError):
     """
 
     def __init__(self, what: str, fix: str) -> None:
-        self.what = plain(what)
-        self.fix = plain(fix)
+        self.what = in_one_paragraph(what)
+        self.fix = in_one_paragraph(fix)
         super().__init__(self.what, self.fix)  # pickle calls the class with these two
 
     def __str__(self) -> str:
@@ -28,7 +42,7 @@ class Unreachable(Refusal):
     """The model hub did not answer, so nothing is known about the checkpoint."""
 
 
-def plain(text: str) -> str:
+def in_one_paragraph(text: str) -> str:
     """The text as a part of one paragraph: it may quote names and values of a stranger's file.
 
     Line breaks and control characters, which a terminal would obey, become escapes. The middle of a

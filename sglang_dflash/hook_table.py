@@ -71,7 +71,7 @@ DFLASH_HOOKS = (
         "server_args.ServerArgs._handle_kv4_compatibility",
         "BEFORE",
         "target_kv:refuse_fp4_kv",
-        "SGLang's check of KV in FP4 ends in assertions about its backends",
+        "SGLang's check of KV in FP4 fails in assertions about its backends",
     ),
     Hook(
         "server_args.ServerArgs._handle_hicache",
@@ -136,20 +136,20 @@ DFLASH_HOOKS = (
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
-        "requests.ollama:answer",
+        "requests.ollama:refuse_as_others",
         "SGLang answers its own refusals with HTTP 500 here",
     ),
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_generate",
         "AROUND",
-        "requests.ollama:answer",
-        "the same",
+        "requests.ollama:refuse_as_others",
+        "SGLang answers its own refusals with HTTP 500 here, too",
     ),
     Hook(
         "managers.communicator.FanOutCommunicator.__call__",
         "AROUND",
         "requests.control:check_control",
-        "SGLang's scheduler ends at some requests that steer it",
+        "some requests that steer a server crash SGLang's scheduler",
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -163,14 +163,14 @@ DFLASH_HOOKS = (
         ".resume_memory_occupation",
         "AROUND",
         "requests.control:resume_memory",
-        "memory that was not released ends SGLang's scheduler",
+        "memory that was not released crashes SGLang's scheduler",
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_tensor",
         "AROUND",
         "requests.control:update_from_tensor",
-        "tensors that SGLang cannot read end its scheduler",
+        "tensors that SGLang cannot read crash its scheduler",
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -190,37 +190,37 @@ DFLASH_HOOKS = (
         "managers.utils.is_health_check_generate_req",
         "AROUND",
         "requests.control:is_health_check",
-        "an id that is a list ends SGLang's scheduler",
+        "an id that is a list crashes SGLang's scheduler",
     ),
     Hook(
         "session.session_controller.Session.create_req",
         "BEFORE",
         "requests.sessions:begin_anew",
-        "a request that replaces a session's history ends SGLang's scheduler",
+        "a request that replaces a session's history crashes SGLang's scheduler",
     ),
     Hook(
         "session.session_controller.SessionReqNode.clear",
         "AROUND",
         "requests.sessions:clear",
-        "an id that a session has twice ends SGLang's scheduler",
+        "an id that a session has twice crashes SGLang's scheduler",
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
         "AROUND",
         "requests.control:send_weights",
-        "a missing group ends SGLang's scheduler",
+        "a missing group crashes SGLang's scheduler",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
         "BEFORE",
         "requests.control:check_weights",
-        "an unknown format ends SGLang's scheduler",
+        "an unknown format crashes SGLang's scheduler",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
         "requests.generation:check_request",
-        "SGLang's scheduler ends at values of a wrong type, which it passes on",
+        "values of a wrong type are passed on, and crash SGLang's scheduler",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
@@ -269,7 +269,7 @@ DFLASH_HOOKS = (
         "layers.utils.logprob.get_token_ids_logprobs_raw",
         "AROUND",
         "hooks:token_ids_logprobs",
-        "a batch that mixes token_ids_logprob with other logprobs ends SGLang's scheduler",
+        "a batch that mixes token_ids_logprob with other logprobs crashes SGLang's scheduler",
     ),
     Hook(
         "managers.scheduler.get_exception_traceback",
@@ -394,7 +394,7 @@ CUDA_HOOKS = (
         "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
         "AROUND",
         "attention.hybrid:count_padding",
-        "SGLang takes each request behind one token for a padded row",
+        "SGLang takes each request with one token of context for a padded row",
     ),
     Hook(
         "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",

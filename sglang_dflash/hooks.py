@@ -1,7 +1,8 @@
-"""Functions that are hooked into SGLang, one per hook. `hook_table.py` names them."""
+"""Functions that are hooked into SGLang. `hook_table.py` names them, and those elsewhere."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,10 +15,12 @@ from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
 from sglang_dflash import server_args as rules
+from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import logits_processor
+from sglang_dflash.platforms import platform_of
 from sglang_dflash.runtime.logit_rules import wrong_processor
 
 
@@ -33,9 +36,11 @@ def validate_request(req: Any) -> str | None:
             "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
             "--enable-deterministic-inference."
         )
-    if req.custom_logit_processor and (why := wrong_processor(req.custom_logit_processor)):
-        req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
-        return why
+    if req.custom_logit_processor:
+        why = wrong_processor(req.custom_logit_processor)
+        if why is not None:
+            req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
+            return why
     tokens = {
         "input_ids": req.origin_input_ids_unpadded,
         "token_ids_logprob": req.logprob.token_ids_logprob,
@@ -51,10 +56,9 @@ def validate_request(req: Any) -> str | None:
 
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_config`: for a DFlash draft, make the config from this package's reading."""
-    try:
-        config, _ = rules.load_draft(model, kwargs.get("revision"))
-    except Refusal:
+    if not rules.is_draft(model, kwargs.get("revision")):
         return original(model, *args, **kwargs)
+    config, _ = rules.load_draft(model, kwargs.get("revision"))
     hf_config = Qwen3Config(**config.hf_config())
     hf_config.dflash_path = config.path
     return hf_config
@@ -62,11 +66,9 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
 
 def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_generation_config`: a DFlash draft has none."""
-    try:
-        rules.load_draft(model, kwargs.get("revision"))
-    except Refusal:
-        return original(model, *args, **kwargs)
-    return None
+    if rules.is_draft(model, kwargs.get("revision")):
+        return None
+    return original(model, *args, **kwargs)
 
 
 class CaptureConfig:
@@ -103,7 +105,8 @@ def capture_layers(original: Callable[..., None], runner: Any) -> None:
     processor.dflash_target = True
     if ids[-1] == last or runner.server_args.enable_return_hidden_states:
         processor.dflash_append_final = True
-    if captured := [i for i in ids if i < last]:
+    captured = [i for i in ids if i < last]
+    if captured:
         try:
             runner.model.set_dflash_layers_to_capture(captured)
         except AttributeError:  # no such hook, or Qwen3-VL's, which its text model does not support
@@ -151,7 +154,8 @@ def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any
     if logits.dtype == torch.float32 or processor.final_logit_softcapping:
         return original(processor, logits, metadata)
     logits = logits[:, : processor.vocab_size]
-    if (buffer := metadata.next_token_logits_buffer) is None:
+    buffer = metadata.next_token_logits_buffer
+    if buffer is None:
         return logits
     room = buffer.flatten().view(logits.dtype)[: logits.numel()]
     return room.view(logits.shape).copy_(logits)
@@ -163,9 +167,9 @@ def token_ids_logprobs(
     """AROUND `get_token_ids_logprobs_raw`: requests that name no tokens get empty tensors.
 
     For them, SGLang itself returns a list where it expects a tensor, or raises. So a batch that
-    mixes such requests ends its scheduler.
+    mixes such requests crashes its scheduler.
     """
-    if get_global_server_args().speculative_algorithm == "DFLASH":
+    if serves_dflash():
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
     return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
 
@@ -178,7 +182,7 @@ def streamed_logprobs(
     SGLang gives all tokens of a streamed chunk those of the first, because its own chunks hold one
     token.
     """
-    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    dflash = is_dflash(serving.tokenizer_manager.server_args)
     return original(serving, logprobs, use_token_index=use_token_index or dflash)
 
 
@@ -190,11 +194,10 @@ async def chunks_of_a_stream(
     SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
     text, as where a stop string is cut off.
     """
-    dflash = serving.tokenizer_manager.server_args.speculative_algorithm == "DFLASH"
+    dflash = is_dflash(serving.tokenizer_manager.server_args)
     unsent = dflash and choice_logprobs is not None
     async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
-        # In the text of an answer, these quotes would be escaped.
-        unsent = unsent and '"logprobs":{' not in chunk
+        unsent = unsent and not _has_logprobs(chunk)
         yield chunk
     if unsent:
         yield build_sse_content(
@@ -206,6 +209,12 @@ async def chunks_of_a_stream(
             logprobs=choice_logprobs,
             usage=_usage(chat) if chat["continuous_usage_stats"] else None,
         )
+
+
+def _has_logprobs(chunk: str) -> bool:
+    """Whether an event of a streamed chat holds logprobs."""
+    event = json.loads(chunk.removeprefix("data: "))
+    return any(choice.get("logprobs") is not None for choice in event["choices"])
 
 
 def _usage(chat: dict[str, Any]) -> Any:
@@ -268,7 +277,7 @@ def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     FA3's page tables are as wide as the context length, and have no pages for positions behind it.
     The attention of a hybrid target is inside its backend.
     """
-    if runner.spec_algorithm.is_dflash() and runner.device == "cuda":
+    if runner.spec_algorithm.is_dflash() and platform_of(runner.server_args).bounded_tables:
         attention = getattr(backend, "full_attn_backend", backend)
         attention.max_context_len += runner.server_args.speculative_num_draft_tokens
 

@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
 from sglang_dflash.hybrid_targets import keeps_gdn_states
@@ -32,7 +33,7 @@ def copy_directly(server_args: ServerArgs) -> None:
     FlashAttention 3 decoding beside SGLang's copy kernels reads illegal addresses (SGLang #8991).
     SGLang therefore decodes with another backend. With DFLASH, decoding is draft and verify.
     """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+    if not is_dflash(server_args):
         return
     backends = {
         server_args.attention_backend,
@@ -55,11 +56,11 @@ def check_host_cache(
     """Raise `Refusal` where hits in host memory would lack KV of the draft, or were not tested."""
     if not server_args.enable_hierarchical_cache:
         return
-    target, device = f"The target {server_args.model_path}", server_args.device.upper()
+    target, platform = f"The target {server_args.model_path}", platform_of(server_args)
     layers = model_config.num_hidden_layers
-    if not platform_of(server_args).host_cache:
+    if not platform.host_cache:
         raise Refusal(
-            f"--enable-hierarchical-cache does not work on a {device}: SGLang's copies between "
+            f"--enable-hierarchical-cache does not work {platform.place}: SGLang's copies between "
             "host and device need a GPU.",
             WITHOUT_HOST_CACHE,
         )

@@ -12,11 +12,14 @@ from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
 from sglang.srt.configs.mamba_utils import BaseLinearStateParams, mamba2_state_dtype
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.server_args import ServerArgs, get_global_server_args
+from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.algorithm import is_dflash, serves_dflash
+from sglang_dflash.checkpoint.fit import OTHER_STATES
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.platforms import platform_of
+from sglang_dflash.temporary import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +32,14 @@ def check_states(server_args: ServerArgs) -> None:
     SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
     the only linear attention that is replayed after a verify.
     """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+    if not is_dflash(server_args):
         return
     model_config = server_args.get_model_config()
     _check_strategy(server_args, keeps_gdn_states(model_config))
     if keeps_gdn_states(model_config):
         return
     if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
-        raise Refusal(
-            f"The target {server_args.model_path} has a recurrent state (Mamba, short convolutions "
-            "or similar) that SGLang cannot restore after a partial acceptance.",
-            WITHOUT_DFLASH,
-        )
+        raise Refusal(f"The target {server_args.model_path} {OTHER_STATES}", WITHOUT_DFLASH)
 
 
 def _check_strategy(server_args: ServerArgs, keeps_states: bool) -> None:
@@ -93,25 +92,25 @@ def check_states_are_replayed(server_args: ServerArgs, model_config: ModelConfig
 def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
     """Refuse dtypes with which a verify would round states otherwise than decoding does."""
     target, dtype = f"The target {server_args.model_path}", model_config.dtype
-    able = platform_of(server_args).gdn_dtypes
-    if dtype not in able:
+    platform = platform_of(server_args)
+    if dtype not in platform.gdn_dtypes:
         raise Refusal(
-            f"{target} is to compute in {dtype}, which SGLang's linear attention does not do on a "
-            f"{server_args.device.upper()}.",
-            f"Give --dtype {_name(able[0])}.",
+            f"{target} is to compute in {_name(dtype)}, which SGLang's linear attention does not "
+            f"do {platform.place}.",
+            f"Give --dtype {_name(platform.gdn_dtypes[0])}.",
         )
     kept = mamba2_state_dtype(model_config.hf_config)
     if kept.conv != dtype:
         raise Refusal(
-            f"{target} computes in {dtype}, but SGLang keeps its convolution states in "
-            f"{kept.conv}, and a verify does not round them as decoding does.",
+            f"{target} computes in {_name(dtype)}, but SGLang keeps its convolution states in "
+            f"{_name(kept.conv)}, and a verify does not round them as decoding does.",
             f"Set SGLANG_MAMBA_CONV_DTYPE={_name(dtype)}.",
         )
-    if (server_args.mamba_ssm_dtype or _name(kept.temporal)) != "float32":
+    recurrent = server_args.mamba_ssm_dtype or _name(kept.temporal)
+    if recurrent != "float32":
         raise Refusal(
-            f"{target} keeps its recurrent states in "
-            f"{server_args.mamba_ssm_dtype or kept.temporal}. One-token decoding rounds them after "
-            "each token, and a verify after each block.",
+            f"{target} keeps its recurrent states in {recurrent}. One-token decoding rounds them "
+            "after each token, and a verify after each block.",
             "Give --mamba-ssm-dtype float32.",
         )
 
@@ -127,14 +126,10 @@ def share_states(original: Callable[..., None], server_args: ServerArgs, **given
     state of all accepted tokens when a request ends inside them. Here the slot has the state of the
     committed tokens.
     """
-    algorithm = server_args.speculative_algorithm
-    hidden = (algorithm or "").upper() == "DFLASH" and not server_args.enable_mamba_extra_buffer()
-    if hidden:
-        server_args.speculative_algorithm = None
-    try:
-        original(server_args, **given)
-    finally:
-        server_args.speculative_algorithm = algorithm
+    if not is_dflash(server_args) or server_args.enable_mamba_extra_buffer():
+        return original(server_args, **given)
+    with temporarily(server_args, speculative_algorithm=None):
+        return original(server_args, **given)
 
 
 def bound_states(original: Callable[..., float], runner: Any, total_rest_memory: float) -> float:
@@ -159,11 +154,8 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
         fitting = int(total_rest_memory * 2**30 * share / (state + inputs)) - 1  # SGLang adds one
         args.max_mamba_cache_size = min(args.max_running_requests // args.dp_size, fitting)
-    args.speculative_num_draft_tokens = inputs / state
-    try:
+    with temporarily(args, speculative_num_draft_tokens=inputs / state):
         return original(runner, total_rest_memory)
-    finally:
-        args.speculative_num_draft_tokens = width
 
 
 def bytes_of_inputs(params: BaseLinearStateParams, positions: int) -> int:
@@ -182,7 +174,7 @@ def remember_inputs(
 ) -> None:
     """AROUND `MambaPool.__init__`: what a block reads is kept, instead of a state per position."""
     positions = speculative_num_draft_tokens
-    if positions is None or get_global_server_args().speculative_algorithm != "DFLASH":
+    if positions is None or not serves_dflash():
         original(pool, speculative_num_draft_tokens=positions, **given)
         return
     original(pool, **given)
@@ -200,6 +192,5 @@ def forget_old_match(cache: Any, params: Any, value: Any, last_node: Any, *_: An
     A request copies the state that it matched at its prefill. While it waits, that state can be
     evicted. SGLang still copies what is in its place then.
     """
-    dflash = get_global_server_args().speculative_algorithm == "DFLASH"
-    if dflash and params.cow_mamba and last_node.mamba_value is None:
+    if serves_dflash() and params.cow_mamba and last_node.mamba_value is None:
         params.req.mamba_cow_src_index, params.req.mamba_needs_clear = None, True

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_dflash.checkpoint import hub, load
+from sglang_dflash.checkpoint import hub, read_draft
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits, target_of
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
-from sglang_dflash.errors import Refusal, Unreachable, plain
+from sglang_dflash.errors import Refusal, Unreachable, in_one_paragraph
 
 FITS, DOES_NOT_FIT, NOT_KNOWN = 0, 2, 3  # exit statuses
 
@@ -33,13 +33,14 @@ class Report:
     target: Target | None = None
     target_parameters: int = 0
     mask_token: str | None = None
-    problems: list[Refusal] = field(default_factory=list)
+    problems: list[Refusal] = field(default_factory=list)  # of the draft or the target alone
+    misfits: list[Refusal] = field(default_factory=list)  # of the draft beside the target
     unreachable: list[Unreachable] = field(default_factory=list)  # names that no hub answered for
 
     @property
     def status(self) -> int:
         """The exit status. A problem is known even if the hub did not answer for another part."""
-        if self.problems:
+        if self.problems or self.misfits:
             return DOES_NOT_FIT
         return NOT_KNOWN if self.unreachable else FITS
 
@@ -52,15 +53,26 @@ class Report:
             "reached": not self.unreachable,
             "family": draft.family if draft else "unknown",
             "format": draft.format if draft else "unknown",
-            "block_size": draft.draft_width if draft else 0,  # the checkpoint's own number
+            "block_size": draft.block_size if draft else 0,
+            "draft_width": draft.draft_width if draft else 0,  # `block_size` of the checkpoint
             "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
             "mask_token_id": draft.mask_token_id if draft else -1,
             "kv_bytes_per_token": draft.kv_bytes_per_token() if draft else 0,
             "parameters": self.tensors.parameters if self.tensors else 0,
             "problems": [
-                {"what": p.what, "fix": p.fix} for p in (*self.problems, *self.unreachable)
+                {"what": refusal.what, "fix": refusal.fix} for _, refusal in self.refusals()
             ],
         }
+
+    def refusals(self) -> Iterator[tuple[str, Refusal]]:
+        """Each refusal, behind a label of its kind."""
+        for label, refusals in (
+            ("cannot be served", self.problems),
+            ("does not fit", self.misfits),
+            ("not known", self.unreachable),
+        ):
+            for refusal in refusals:
+                yield label, refusal
 
 
 def inspect(draft_name: str, target_name: str | None) -> Report:
@@ -70,12 +82,12 @@ def inspect(draft_name: str, target_name: str | None) -> Report:
     """
     report = Report()
     with _noting(report):
-        _read_draft(report, draft_name)
+        _report_draft(report, draft_name)
     if target_name is not None:
         with _noting(report):
-            _read_target(report, target_name)
+            _report_target(report, target_name)
     if report.draft is not None and report.target is not None:
-        report.problems += misfits(report.draft, report.target)
+        report.misfits += misfits(report.draft, report.target)
     return report
 
 
@@ -90,22 +102,22 @@ def _noting(report: Report) -> Iterator[None]:
         report.problems.append(refusal)
 
 
-def _read_draft(report: Report, name: str) -> None:
+def _report_draft(report: Report, name: str) -> None:
     """Set the report's draft and tensors, and add its defects. Raises `Refusal`."""
     folder = hub.config_folder(name)
     try:
-        report.draft, report.tensors = load(folder, hub.remote_headers(name, folder))
+        report.draft, report.tensors = read_draft(folder, hub.remote_headers(name, folder))
     except Refusal:
         # Broken weights must not hide other problems: the config may be readable.
         with contextlib.suppress(Refusal):
-            report.draft, _ = load(folder, headers=Tensors(folder))
+            report.draft, _ = read_draft(folder, headers=Tensors(folder))
         raise
     report.problems += defects(report.draft, report.tensors, report.draft.draft_width)
     if not report.tensors.known:
         raise Refusal(f"The folder {folder} holds no safetensors file.", FETCH_AGAIN)
 
 
-def _read_target(report: Report, name: str) -> None:
+def _report_target(report: Report, name: str) -> None:
     """Set the report's target, its parameter count and the mask's text. Raises `Refusal`."""
     folder = hub.config_folder(name)
     report.target = _target(folder)
@@ -128,7 +140,7 @@ def _target(folder: Path) -> Target:
 def _text_of(token: int, file: Path) -> str | None:
     """The text of a token in a tokenizer.json, or None. Raises `Refusal`.
 
-    It is looked up, because a tokenizer that is built of a broken file ends the process.
+    It is looked up in the file, because a tokenizer of a broken file crashes the process.
     """
     raw = read_json(file, JSON_LIMIT)
     added = raw.get("added_tokens")
@@ -160,8 +172,7 @@ def show(report: Report, console: Console) -> None:
         for name, value in _rows(report, report.draft).items():
             table.add_row(name, escape(str(value)))
         console.print(table)
-    for refusal in (*report.problems, *report.unreachable):
-        label = "not known" if isinstance(refusal, Unreachable) else "does not fit"
+    for label, refusal in report.refusals():
         what, fix = escape(refusal.what), escape(refusal.fix)
         console.print(f"[bold red]{label}:[/] {what} [bold]{fix}[/]")
     if report.status == FITS:
@@ -173,17 +184,18 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
     rows: dict[str, Any] = {
         "family": draft.family,
         "format": draft.format,
-        "block size": f"{draft.draft_width} ({draft.block_size - 1} drafts)",
+        "block size": f"{draft.block_size} ({draft.block_size - 1} drafts)",
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
         "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
         "layer ids, SGLang": list(draft.target_layer_ids),
-        "mask": plain(f"{draft.mask_token_id} {report.mask_token or ''}".strip()),
+        "mask": in_one_paragraph(f"{draft.mask_token_id} {report.mask_token or ''}".strip()),
         "vocabulary": _vocabulary(draft),
         "RoPE": _ropes(draft),
         "attention": _attention(draft),
         "KV bytes a token": draft.kv_bytes_per_token(),
     }
-    if heads := _heads(draft):
+    heads = _heads(draft)
+    if heads:
         rows["heads"] = heads
     if report.tensors is not None:
         rows["parameters"] = f"{report.tensors.parameters:,}"
@@ -194,7 +206,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
 
 
 def _heads(draft: DFlashConfig) -> str:
-    """What a family adds to a DFlash draft. Empty for DFlash itself."""
+    """The parts that a family adds to a DFlash draft. Empty for DFlash itself."""
     heads = []
     if draft.markov is not None:
         heads.append(f"Markov ({draft.markov.kind}, rank {draft.markov.rank})")
@@ -204,7 +216,8 @@ def _heads(draft: DFlashConfig) -> str:
         heads.append(f"convolutions ({draft.convolution.taps} taps)")
     if draft.selector is not None:
         heads.append(f"selector ({draft.selector.top_k} candidates)")
-    if (gru := draft.prefix_gru) is not None:
+    gru = draft.prefix_gru
+    if gru is not None:
         labels = "shifted" if gru.shifted else "not shifted"
         sizes = f"state {gru.gru_hidden_dim}, inner {gru.emb_dim}, pure prefix {gru.pure_prefix}"
         heads.append(f"prefix GRU ({sizes}, labels {labels})")

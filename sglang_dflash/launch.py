@@ -126,7 +126,8 @@ class Server:
 
     def _wait(self) -> None:
         started = time.monotonic()
-        while (elapsed := time.monotonic() - started) < START_SECONDS:
+        elapsed = 0.0
+        while elapsed < START_SECONDS:
             self._waiting(elapsed)
             if self._process.poll() is not None:
                 raise ServerFailed(f"The server exited.\n{self.tail()}")
@@ -134,6 +135,7 @@ class Server:
                 if requests.get(f"{self.url}/health_generate", timeout=30).status_code == 200:
                     return
             time.sleep(0.5)
+            elapsed = time.monotonic() - started
         raise ServerFailed(f"The server was not ready in {START_SECONDS} s.\n{self.tail()}")
 
     def stop(self) -> None:

@@ -19,19 +19,40 @@ VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
 
 
-given_flags: list[str] = []  # of this process's command line
+@dataclass(frozen=True)
+class GivenFlag:
+    """A flag of the last command line that this process has parsed."""
+
+    name: str
+    variable: str  # in the environment
+    before: str | None  # its value before the flag set it
+
+
+given_flags: list[GivenFlag] = []
 
 
 class _ToEnvironment(argparse.Action):
     """Set the environment variable that `const` names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        before = os.environ.get(self.const)
+        given_flags.append(GivenFlag(self.option_strings[0], self.const, before))
         os.environ[self.const] = values
-        given_flags.append(self.option_strings[0])
+
+
+def _forget_given_flags() -> None:
+    """Give the variables back the values that they had before the last command line."""
+    while given_flags:
+        flag = given_flags.pop()
+        if flag.before is None:
+            os.environ.pop(flag.variable, None)
+        else:
+            os.environ[flag.variable] = flag.before
 
 
 def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER `ServerArgs.add_cli_args`."""
+    """AFTER `ServerArgs.add_cli_args`: a new command line may give the options below."""
+    _forget_given_flags()
     parser.add_argument(
         "--speculative-dflash-verify-width",
         action=_ToEnvironment,

@@ -14,6 +14,7 @@ from sglang_dflash.errors import Refusal
 class Platform:
     """Capabilities and defaults of a device."""
 
+    place: str  # in a sentence
     attention_backends: tuple[str, ...]  # for draft and verify; refusals suggest the first
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
@@ -27,11 +28,16 @@ class Platform:
     lora_backends: tuple[str, ...]
     adapted_heads: bool  # LoRA adapters on the LM head
     host_cache: bool  # --enable-hierarchical-cache
+    bounded_tables: bool  # page tables of attention end at the context length
+    profiler_activities: tuple[str, ...]  # of /start_profile
+    pair_flags: tuple[str, ...]  # of a server of the bundled pair, beside those of every machine
+    pair_threads: int | None  # of such a server; None: as many as torch takes
 
 
 PLATFORMS = {
     # Triton is first: it serves every target on every GPU. For the others, SGLang's code was read.
     "cuda": Platform(
+        place="on CUDA",
         attention_backends=("triton", "fa3", "flashinfer"),
         verify_width="full",
         draft_ahead="on",
@@ -45,8 +51,13 @@ PLATFORMS = {
         lora_backends=("csgmv", "triton"),
         adapted_heads=True,
         host_cache=True,
+        bounded_tables=True,
+        profiler_activities=("CPU", "GPU", "MEM", "CUDA_PROFILER"),
+        pair_flags=(),
+        pair_threads=None,
     ),
     "cpu": Platform(
+        place="on a CPU",
         attention_backends=("torch_native",),
         verify_width="auto",
         draft_ahead="off",  # a CPU has nothing to overlap
@@ -60,6 +71,10 @@ PLATFORMS = {
         lora_backends=("torch_native",),
         adapted_heads=False,
         host_cache=False,
+        bounded_tables=False,
+        profiler_activities=("CPU", "GPU"),
+        pair_flags=("--dtype", "float32"),  # is faster there, and exact
+        pair_threads=1,  # such small forwards are fastest on one
     ),
 }
 

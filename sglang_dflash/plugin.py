@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.hook_table import CUDA_HOOKS, DFLASH_HOOKS, register
 
 SGLANG_VERSION = "0.5.13.post1"
@@ -79,7 +80,7 @@ def _guard_dflash() -> None:
         return DFlashWorker
 
     def guarded_handle(server_args: Any) -> None:
-        if (server_args.speculative_algorithm or "").upper() == "DFLASH":
+        if is_dflash(server_args):
             _refuse_if_incomplete()
         from sglang_dflash.server_args import check_first
 
@@ -93,7 +94,8 @@ def _guard_dflash() -> None:
 def _refuse_if_incomplete() -> None:
     from sglang_dflash.errors import Refusal
 
-    if missing := missing_parts():
+    missing = missing_parts()
+    if missing:
         raise Refusal(
             f"sglang-dflash cannot serve DFLASH here: {'; '.join(missing)}.",
             f"Install sglang=={SGLANG_VERSION} and load both plugins (leave SGLANG_PLUGINS unset), "

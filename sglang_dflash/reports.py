@@ -1,4 +1,4 @@
-"""What a DFLASH server reports: answers' `meta_info`, the log, Prometheus, `/server_info`."""
+"""Reports of a DFLASH server: answers' `meta_info`, the log, Prometheus, `/server_info`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_dflash.runtime.metrics import AcceptanceHistogram
 from sglang_dflash.runtime.step_log import KEPT, WATCHED
+from sglang_dflash.temporary import temporarily
 
 
 def meta_info(
@@ -69,17 +70,14 @@ def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> 
     width of the interval takes its place. The gauge `spec_num_draft_tokens` shows it, too.
     """
     scheduler = reporter.scheduler
-    given = scheduler.server_args
-    is_due = reporter.forward_ct_decode % given.decode_log_interval == 0
+    is_due = reporter.forward_ct_decode % scheduler.server_args.decode_log_interval == 0
     if not (is_due and scheduler.spec_algorithm.is_dflash()):
         original(reporter, *args, **kwargs)
         return
-    scheduler.server_args = shown = copy.copy(given)
-    shown.speculative_num_draft_tokens = scheduler.draft_worker.mean_width.take()
-    try:
+    logged = copy.copy(scheduler.server_args)
+    logged.speculative_num_draft_tokens = scheduler.draft_worker.mean_width.take()
+    with temporarily(scheduler, server_args=logged):
         original(reporter, *args, **kwargs)
-    finally:
-        scheduler.server_args = given
 
 
 def count_steps(_: None, reporter: Any) -> None:

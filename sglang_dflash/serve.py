@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang_dflash.tiny import DRAFT, TARGET
 
+if TYPE_CHECKING:
+    from sglang_dflash.platforms import Platform
 
-def _has_gpu() -> bool:
-    import torch
 
-    return torch.cuda.is_available()
+def _platform() -> Platform:
+    """The platform that SGLang picks on this machine."""
+    import torch  # takes a second
+
+    from sglang_dflash.platforms import PLATFORMS
+
+    return PLATFORMS["cuda" if torch.cuda.is_available() else "cpu"]
 
 
 def flags(dflash: bool = True) -> list[str]:
-    """Flags of SGLang's server. On a CPU the pair is served in fp32, which is faster there."""
-    given = ["--model-path", str(TARGET), "--log-level", "info"]
-    if not _has_gpu():
-        given += ["--dtype", "float32"]
+    """Flags of SGLang's server."""
+    given = ["--model-path", str(TARGET), "--log-level", "info", *_platform().pair_flags]
     if dflash:
         given += ["--speculative-algorithm", "DFLASH"]
         given += ["--speculative-draft-model-path", str(DRAFT)]
@@ -26,11 +31,14 @@ def flags(dflash: bool = True) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment to add. On a CPU such small forwards are fastest on one thread."""
-    return {} if _has_gpu() else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    """The environment to add. A number of threads that is given wins."""
+    threads = _platform().pair_threads
+    if threads is None:
+        return {}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
-def run(port: int, others: list[str]) -> int:
+def run(port: int, others: list[str]) -> NoReturn:
     """Become the server. others: further flags of SGLang; they win."""
     # A grammar may allow blanks without end, and the bundled target then writes them.
     own = ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]

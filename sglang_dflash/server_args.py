@@ -12,8 +12,10 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import compatibility, options
 from sglang_dflash.adapters import has_adapters
-from sglang_dflash.checkpoint import hub, load, speculators
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.checkpoint import hub, read_draft, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import BUILT_IN, Refusal
@@ -22,6 +24,13 @@ from sglang_dflash.platforms import platform_of
 
 logger = logging.getLogger(__name__)
 
+ALL_REDUCE = (
+    "DFLASH turns --enable-flashinfer-allreduce-fusion off, because it would sum a layer's output "
+    "after its hidden states are captured."
+)
+PREFILL_GRAPHS = (
+    "DFLASH turns piecewise CUDA graphs off, because SGLang stores no recurrent states in them."
+)
 MAX_RUNNING_REQUESTS = 48  # default
 NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
 # Attention backends of SGLang that verify no blocks here, and why. Other devices have others.
@@ -42,7 +51,22 @@ UNSERVED = {
 @lru_cache(maxsize=8)
 def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
     """Configuration and headers of a draft, from a local folder or the model hub, read once."""
-    return load(hub.draft_folder(path, revision))
+    return read_draft(hub.draft_folder(path, revision))
+
+
+@lru_cache(maxsize=32)
+def is_draft(path: str, revision: str | None) -> bool:
+    """Whether the config.json of a folder or a hub id describes a DFlash draft.
+
+    SGLang reads targets by the same functions as drafts, and this package may not read them. So a
+    config that cannot be had or read is that of no draft here. The answer is kept.
+    """
+    try:
+        file = hub.config_file(path, revision)
+        format_of(read_json(file), file)
+    except Refusal:
+        return False
+    return True
 
 
 def _draft(server_args: ServerArgs) -> tuple[DFlashConfig, Tensors]:
@@ -65,7 +89,7 @@ def adopt_speculators(server_args: ServerArgs) -> None:
 
     The checkpoint is the draft, and its config names the target. Explicit flags win.
     """
-    if (server_args.speculative_algorithm or "DFLASH").upper() != "DFLASH":
+    if server_args.speculative_algorithm is not None and not is_dflash(server_args):
         return
     raw = _config_of(server_args)
     if speculators.matches(raw):
@@ -92,10 +116,9 @@ def check_first(server_args: ServerArgs) -> None:
 
     For a server of any algorithm: flags of a draft have no effect without one.
     """
-    algorithm = server_args.speculative_algorithm
-    if algorithm is None:
+    if server_args.speculative_algorithm is None:
         _refuse_flags_of_a_draft(server_args)
-    elif algorithm.upper() == "DFLASH":
+    elif is_dflash(server_args):
         window = server_args.speculative_draft_window_size
         if window is not None and window < 1:
             raise Refusal(
@@ -106,7 +129,7 @@ def check_first(server_args: ServerArgs) -> None:
 
 
 def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
-    given = list(options.given_flags)
+    given = list(dict.fromkeys(flag.name for flag in options.given_flags))
     if server_args.speculative_draft_model_path is not None:
         given.append("--speculative-draft-model-path")
     if server_args.speculative_dflash_block_size is not None:
@@ -152,12 +175,11 @@ def handle_dflash(server_args: ServerArgs) -> None:
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
     _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
-    # SGLang can fuse a layer's all-reduce with the next norm, after its states are captured.
     if server_args.enable_flashinfer_allreduce_fusion:
-        logger.info("DFLASH turns fused all-reduce off: it comes after hidden states are captured.")
+        logger.info(ALL_REDUCE)
         server_args.enable_flashinfer_allreduce_fusion = False
     if server_args.enable_mamba_extra_buffer() and not server_args.disable_piecewise_cuda_graph:
-        logger.info("DFLASH runs prefills outside graphs: in these SGLang stores no states.")
+        logger.info(PREFILL_GRAPHS)
         server_args.disable_piecewise_cuda_graph = True
     # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver
@@ -179,7 +201,7 @@ def _bound_requests(server_args: ServerArgs) -> None:
 
 
 def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
-    """The served block: an explicit flag, else the trained length."""
+    """The served block: an explicit flag, else the longest."""
     given = {
         "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
         "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
@@ -193,7 +215,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
     size: int = values.pop()
     if not 2 <= size <= longest:
         raise Refusal(
-            f"The block size {size} is not possible: this draft was trained with {longest}.",
+            f"The block size {size} is not possible: a block of this draft has at most {longest}.",
             f"Give 2 to {longest}. The anchor counts.",
         )
     window = server_args.speculative_draft_window_size
@@ -204,7 +226,7 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
         )
     if size < longest:
         logger.warning(
-            f"DFLASH: the block size is {size}, but the draft was trained with {longest} and may "
+            f"DFLASH: the block size is {size}, but the draft was trained for {longest} and may "
             "draft worse with fewer masks. To keep all masks, use "
             f"--speculative-dflash-verify-width {size} instead."
         )
@@ -214,7 +236,8 @@ def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
 def _draft_backend(server_args: ServerArgs) -> str:
     """The attention backend of the draft: an explicit flag, else the target's."""
     able = platform_of(server_args).attention_backends
-    if unable := sorted(set(server_args.get_attention_backends()) - set(able)):
+    unable = sorted(set(server_args.get_attention_backends()) - set(able))
+    if unable:
         reasons = "; ".join(f"{name} {UNSERVED[name]}" for name in unable if name in UNSERVED)
         raise Refusal(
             f"DFLASH verifies with the attention backends {', '.join(able)}, not "

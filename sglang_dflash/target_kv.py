@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.errors import Refusal
 from sglang_dflash.platforms import platform_of, verify_backend
@@ -19,14 +20,15 @@ from sglang_dflash.platforms import platform_of, verify_backend
 def refuse_fp4_kv(server_args: ServerArgs) -> None:
     """BEFORE `ServerArgs._handle_kv4_compatibility`: refuse KV in FP4.
 
-    SGLang itself ends there in an assertion, whatever the algorithm.
+    SGLang itself fails in an assertion there, whatever the algorithm.
     """
-    if (server_args.speculative_algorithm or "").upper() != "DFLASH":
+    if not is_dflash(server_args):
         return
     if server_args.kv_cache_dtype == "fp4_e2m1":
         raise Refusal(
-            "DFLASH does not work with --kv-cache-dtype fp4_e2m1: not implemented.",
-            "Give fp8_e4m3 or bfloat16.",
+            "DFLASH does not work with --kv-cache-dtype fp4_e2m1: SGLang's kernels for it have not "
+            "been compared between a token and a block.",
+            "Give --kv-cache-dtype fp8_e4m3 or bfloat16.",
         )
 
 
@@ -94,9 +96,10 @@ def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
         return
     target, backends = f"The target {server_args.model_path}", _backends(server_args)
     if runner.kv_cache_dtype == runner.dtype and {"flashinfer", "triton"} & set(backends):
+        kept = str(runner.kv_cache_dtype).removeprefix("torch.")
         raise Refusal(
             f"{target} has scales for KV in FP8, and SGLang's backends flashinfer and triton also "
-            f"multiply KV in {runner.kv_cache_dtype} by them.",
+            f"multiply KV in {kept} by them.",
             "Leave --kv-cache-dtype out, or give --attention-backend fa3.",
         )
     if "flashinfer" in backends and not envs.SGLANG_FLASHINFER_USE_PAGED.get():

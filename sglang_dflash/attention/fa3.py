@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.server_args import get_global_server_args
-
+from sglang_dflash.algorithm import serves_dflash
 from sglang_dflash.kernels.page_tables import fill_tables
 
 
@@ -105,7 +104,3 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
 def _serves_blocks(backend: Any) -> bool:
     """Whether a backend verifies chains of DFLASH over one KV pool."""
     return serves_dflash() and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
-
-
-def serves_dflash() -> bool:
-    return bool(get_global_server_args().speculative_algorithm == "DFLASH")

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.server_args import get_global_server_args
 from torch import Tensor
 
+from sglang_dflash.algorithm import serves_dflash
 from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.temporary import temporarily
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
     """AFTER `FlashInferIndicesUpdaterPrefill.__init__`: blocks are planned by `Plans`."""
-    if get_global_server_args().speculative_algorithm == "DFLASH":
+    if serves_dflash():
         updater.update = Plans(updater)
 
 
@@ -38,11 +39,7 @@ class Plans:
             return self._update(rows, seq_lens, seq_lens_cpu, *args, **given)
         if not self._copied.query():  # a plan overwrites the pinned memory of the one before
             self._copied.synchronize()
-        on_device = self._updater.kv_last_page_len
-        self._updater.kv_last_page_len = self._last_page_len
-        try:
+        with temporarily(self._updater, kv_last_page_len=self._last_page_len):
             self._update(rows, seq_lens_cpu, seq_lens_cpu, *args, **given)
-        finally:
-            self._updater.kv_last_page_len = on_device
         self._copied.record()
         return None

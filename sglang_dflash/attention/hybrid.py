@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.attention.fa3 import serves_dflash
+from sglang_dflash.algorithm import serves_dflash
 
 
 def begin_in_full_attention(_: None, backend: Any, forward_batch: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from sglang_dflash.checkpoint import dflash2, domino, dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 FORMATS: dict[str, ModuleType] = {  # the first match wins
@@ -52,7 +52,7 @@ def _check_names(top: Fields) -> None:
             fields.optional_name(key)
 
 
-def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig, Tensors]:
+def read_draft(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig, Tensors]:
     """Read configs and headers of a local checkpoint folder. Raises `Refusal`.
 
     headers: tensors by the checkpoint's names, if its weights are not in the folder.
@@ -83,7 +83,7 @@ def load(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig
 
 def load_config(path: str | Path) -> DFlashConfig:
     """The configuration of a draft in a local checkpoint folder. Raises `Refusal`."""
-    return load(path)[0]
+    return read_draft(path)[0]
 
 
 def rename_weights(config: DFlashConfig, name: str) -> str:

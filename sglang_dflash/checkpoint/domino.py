@@ -11,12 +11,13 @@ from typing import Any
 
 from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.errors import shown
 
 # Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
-OF_THE_HEAD = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
-EITHER = ("projector_type", "block_size", *OF_THE_HEAD)
+HEAD_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
+EITHER = ("projector_type", "block_size", *HEAD_FIELDS)
 
 
 def matches(raw: dict[str, Any]) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
 from sglang_dflash.checkpoint.config import Rope
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-# Fields that other models have, with the values that a Qwen3 layer stands for.
+# Fields that other models have, with the values that a Qwen 3 layer implies.
 OF_OTHER_LAYERS = {
     "attention_sink_bias": False,
     "attention_value_scale": 1.0,
@@ -39,15 +38,6 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
-_SHORT.maxstring = _SHORT.maxother = 200
-
-
-def shown(value: Any) -> str:
-    """A value of a config as a message quotes it. A long or deep one is shortened."""
-    return _SHORT.repr(value)
 
 
 class Fields:
@@ -95,6 +85,7 @@ class Fields:
             raise self.refuse(f"has {key} = {shown(stated)}, and only {values} {verb} served")
 
     def optional_object(self, key: str) -> dict[str, Any] | None:
+        """A nested object, as it is."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -114,6 +105,7 @@ class Fields:
         return Fields(self.optional_object(key) or {}, self._file, key)
 
     def optional_name(self, key: str) -> str | None:
+        """A text."""
         value = self.raw.get(key)
         if value is None or isinstance(value, str):
             return value
@@ -154,6 +146,7 @@ class Fields:
         return value
 
     def optional_boolean(self, key: str) -> bool | None:
+        """True or false."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -162,10 +155,12 @@ class Fields:
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
+        """True or false. default: the value of an absent field."""
         value = self.optional_boolean(key)
         return default if value is None else value
 
     def optional_number(self, key: str) -> float | None:
+        """A number that float32 can hold."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -176,6 +171,7 @@ class Fields:
         return float(value)
 
     def number(self, key: str, default: float) -> float:
+        """A number that float32 can hold. default: the value of an absent field."""
         value = self.optional_number(key)
         return default if value is None else value
 
@@ -187,13 +183,14 @@ class Fields:
         return value
 
     def positive_number(self, key: str, default: float) -> float:
+        """A number above 0. default: the value of an absent field."""
         value = self.optional_positive_number(key)
         return default if value is None else value
 
     def optional_layer_ids(self, key: str, embedding: int) -> list[int] | None:
         """At least one layer id, in ascending order, each once.
 
-        embedding: the id that stands for the output of the embedding in this format.
+        embedding: the id of the embedding's output in this format.
         """
         value = self.raw.get(key)
         if value is None:
@@ -293,11 +290,13 @@ class Fields:
                 raise self.refuse(f"has no {key}, which RoPE of type {kind} needs")
             scaling[key] = self.raw[key]
         for key in optional:
-            if (value := self.optional_number(key)) is not None:
+            value = self.optional_number(key)
+            if value is not None:
                 if value < 0:
                     raise self.refuse(f"has {key} = {value}, which must not be negative")
                 scaling[key] = self.raw[key]
-        if (truncate := self.optional_boolean("truncate")) is not None:
+        truncate = self.optional_boolean("truncate")
+        if truncate is not None:
             scaling["truncate"] = truncate
         return scaling
 

@@ -1,7 +1,8 @@
-"""The one place where a file of a checkpoint is opened. It takes every file as hostile input.
+"""Opens the files of a checkpoint, and takes each as hostile input.
 
 A file must be regular and lie in its folder, and no more of it is read than a limit of its kind
-says. What a checkpoint may be is in docs/checkpoints.md. A broken file is refused by its name.
+says. A broken file is refused by its name. docs/checkpoints.md says which checkpoints are read.
+`tensors.py` hands files of weights to the safetensors library, but only those that open here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 from sglang_dflash.errors import Refusal
 
 FETCH_AGAIN = "Fetch the checkpoint again."
+OTHER_CHECKPOINT = "Use another checkpoint: docs/checkpoints.md lists the bounds."
 MB = 10**6
 CONFIG_LIMIT = 4 * MB  # bytes; a list of a target's layers that are not quantised may take one
 JSON_LIMIT = 24 * MB  # an index of 200,000 tensors, or a tokenizer; parsed it takes 20 times more
@@ -74,7 +76,7 @@ def read_file(file: Path, limit: int) -> bytes:
     except OSError as error:
         raise _unreadable(file, error) from None
     if len(content) > limit:
-        raise Refusal(f"The file {file} has more than {limit:,} bytes.", FETCH_AGAIN)
+        raise Refusal(f"The file {file} has more than {limit:,} bytes.", OTHER_CHECKPOINT)
     return content
 
 
@@ -121,4 +123,4 @@ def _is_deep(value: Any) -> bool:
 
 def _nested(file: Path) -> Refusal:
     what = f"The file {file} has more than {DEPTH_LIMIT} lists and objects inside each other."
-    return Refusal(what, FETCH_AGAIN)
+    return Refusal(what, OTHER_CHECKPOINT)

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fields import CORRECT_CONFIG, Fields
 from sglang_dflash.checkpoint.tensors import Tensors, faults
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 
 VOCABULARY_PADDING = 1024  # published vocabularies are padded by less than this
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # the others depend on the served length
 NAMED_FAULTS = 3  # the most faults of weights that a refusal names
 OTHER_DRAFT = "Use the draft that was trained for this target."
+OTHER_STATES = (
+    "has recurrent states (Mamba, short convolutions or similar). Its class in SGLang returns no "
+    "hidden states, and most of its layers cannot verify a block."
+)
 TARGET_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 STATE_LAYERS = {"linear_attention", "mamba", "conv", "jet"}
 SERVED_STATES = ("qwen3_next", "qwen3_5", "intern_s2_preview")  # how model_type begins
@@ -27,24 +31,25 @@ class Target:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    keeps_other_state: bool = False  # it has layers with a recurrent state that is not served
+    keeps_other_states: bool = False  # it has recurrent states that are not served
 
 
 def target_of(fields: Fields, path: str) -> Target:
     """The target that the (text) fields of a config.json describe. Raises `Refusal`."""
-    if missing := [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]:
+    missing = [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]
+    if missing:
         raise fields.refuse(
             f"is not the config of a target: it has no {' and no '.join(missing)}",
             "Give the folder of a target as --target.",
         )
     layers, hidden_size, vocab_size = map(fields.positive, TARGET_FIELDS)
-    return Target(path, layers, hidden_size, vocab_size, _keeps_other_state(fields))
+    return Target(path, layers, hidden_size, vocab_size, _keeps_other_states(fields))
 
 
-def _keeps_other_state(fields: Fields) -> bool:
-    """Whether a target has a recurrent state that is not served.
+def _keeps_other_states(fields: Fields) -> bool:
+    """Whether a target has recurrent states that are not served.
 
-    Those of gated delta networks are served, in the classes of SGLang that return hidden states.
+    Those of gated delta networks are, in the classes of SGLang that return hidden states.
     """
     if (fields.optional_name("model_type") or "").startswith(SERVED_STATES):
         return False
@@ -63,10 +68,9 @@ def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:
     padding = abs(draft.vocab_size - target.vocab_size)
     checks = (  # (whether it does not fit, the refusal)
         (
-            target.keeps_other_state,
-            "The target has a recurrent state that SGLang cannot restore after a partial "
-            "acceptance.",
-            "Serve it without DFLASH.",
+            target.keeps_other_states,
+            f"The target {target.path} {OTHER_STATES}",
+            WITHOUT_DFLASH,
         ),
         (
             draft.target_hidden_size != target.hidden_size,

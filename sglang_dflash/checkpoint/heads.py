@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sglang_dflash.checkpoint.config import Confidence, Convolution, Markov, Selector
-from sglang_dflash.checkpoint.fields import Fields, shown
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.errors import shown
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
-MOST_CANDIDATES = (
-    1024  # of a position; published selectors have 16, and each is a row of a codebook
-)
+# Of a position. Published selectors have 16, and each is a row of a codebook.
+MOST_CANDIDATES = 1024
 
 
 def read_markov(fields: Fields, default_rank: int) -> Markov | None:

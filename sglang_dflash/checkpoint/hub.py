@@ -16,14 +16,13 @@ from huggingface_hub.errors import (
 )
 
 from sglang_dflash.checkpoint.detect import format_of
-from sglang_dflash.checkpoint.fields import shown
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
 from sglang_dflash.checkpoint.tensors import Shape, Tensors
-from sglang_dflash.errors import Refusal, Unreachable
+from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # HTTP
-# The hub's client reads headers as they are, so a broken one ends in any of these.
+# The hub's client reads headers as they are, so a broken one raises any of these.
 BROKEN_HEADERS = (SafetensorsParsingError, TypeError, AttributeError, LookupError, RecursionError)
 CONFIGS, WEIGHTS = ["*.json", "mask_embedding.pt"], "*.safetensors"
 
@@ -37,11 +36,18 @@ def draft_folder(name: str, revision: str | None = None) -> Path:
     """The folder of a draft with its weights, which are fetched if needed. Raises `Refusal`."""
     if not is_id(name):
         return Path(name)
-    with _asking_for(name):
-        file = Path(hf_hub_download(name, "config.json", revision=revision))
+    file = config_file(name, revision)
     format_of(read_json(file), file)  # before any weight is fetched
     with _asking_for(name):
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, WEIGHTS]))
+
+
+def config_file(name: str, revision: str | None = None) -> Path:
+    """The config.json of a draft or target, which is fetched if needed. Raises `Refusal`."""
+    if not is_id(name):
+        return Path(name) / "config.json"
+    with _asking_for(name):
+        return Path(hf_hub_download(name, "config.json", revision=revision))
 
 
 def config_folder(name: str) -> Path:

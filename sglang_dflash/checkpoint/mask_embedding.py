@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import CORRECT_CONFIG, shown
+from sglang_dflash.checkpoint.fields import CORRECT_CONFIG
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_file
 from sglang_dflash.checkpoint.tensors import MASK_EMBEDDING
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 BYTES_PER_VALUE = 8  # at most
 OVERHEAD = 65_536  # bytes of the archive and its pickle
@@ -39,7 +39,7 @@ DTYPES = {
     "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16,
 }
-# What a file that is no such archive ends in, or one whose pickle describes no tensor.
+# Errors of a file that is no such archive, or whose pickle describes no tensor.
 UNREADABLE = (
     zipfile.BadZipFile,
     pickle.UnpicklingError,

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint import dflash2, domino, dspark, zlab
-from sglang_dflash.checkpoint.fields import shown
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
 
 def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:

@@ -1,24 +1,34 @@
-"""Names and shapes of a checkpoint's tensors, from file headers. No weight is read."""
+"""The tensors of a checkpoint: names and shapes from file headers, and whether all are finite."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields, shown
-from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, MB, open_file, read_json
-from sglang_dflash.errors import Refusal
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.files import (
+    FETCH_AGAIN,
+    JSON_LIMIT,
+    MB,
+    OTHER_CHECKPOINT,
+    open_file,
+    read_json,
+)
+from sglang_dflash.errors import Refusal, shown
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-# What the others than floating ones are.
+# Tensors of other kinds than floating ones.
 KINDS = {"d2t": ("an integer", ("I64", "I32")), "t2d": ("a boolean", ("BOOL",))}
 HEADER_LIMIT = 16 * MB  # bytes of one file, 100,000 tensors; its parser takes up to 22 times more
+VALUES_AT_ONCE = 2**24
 TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
 PACKED_VALUES = 16  # the most values in one entry of a quantised tensor: 2 bits each in an int32
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
@@ -78,7 +88,7 @@ def read_headers(folder: Path, rename: Callable[[str], str]) -> Tensors:
             found[own] = entry
         if len(found) > TENSOR_LIMIT:
             raise Refusal(
-                f"The folder {folder} holds more than {TENSOR_LIMIT:,} tensors.", FETCH_AGAIN
+                f"The folder {folder} holds more than {TENSOR_LIMIT:,} tensors.", OTHER_CHECKPOINT
             )
     return Tensors(folder, found)
 
@@ -90,8 +100,9 @@ def weight_files(folder: Path) -> list[Path]:
     names files of its own folder only, so no path leads out of it.
     """
     present = _visible(folder, "*.safetensors")
-    pickles = [name for pattern in PICKLES for name in _visible(folder, pattern)]
-    if not present and (pickled := sorted(set(pickles) - {MASK_EMBEDDING})):
+    pickles = {name for pattern in PICKLES for name in _visible(folder, pattern)}
+    pickled = sorted(pickles - {MASK_EMBEDDING})
+    if pickled and not present:
         raise Refusal(
             f"The folder {folder} holds its weights as pickles ({shown(pickled)}), which can run "
             "any code when they are opened.",
@@ -131,20 +142,42 @@ def _header(file: Path) -> dict[str, tuple[str, Shape]]:
             FETCH_AGAIN,
         )
     header = {}
-    try:
-        with safe_open(file, framework="numpy") as weights:
+    with _weights(file, "numpy") as weights:
+        for name in weights.keys():  # noqa: SIM118 - no mapping
+            part = weights.get_slice(name)
+            header[name] = (part.get_dtype(), tuple(part.get_shape()))
+    return header
+
+
+def check_finite(folder: Path) -> None:
+    """Raise `Refusal` for NaN or infinity in a folder's weights. Their headers have been read."""
+    import torch  # headers need none
+
+    for file in weight_files(folder):
+        with _weights(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping
-                part = weights.get_slice(name)
-                header[name] = (part.get_dtype(), tuple(part.get_shape()))
+                # Few values at a time are copied, because the file may be large.
+                for part in weights.get_tensor(name).flatten().split(VALUES_AT_ONCE):
+                    if not torch.isfinite(part.float()).all():
+                        raise Refusal(
+                            f"The file {file} holds NaN or infinity in {name}.", FETCH_AGAIN
+                        )
+
+
+@contextlib.contextmanager
+def _weights(file: Path, framework: str) -> Iterator[Any]:
+    """Open a safetensors file with the library that will load it. Raises `Refusal`."""
+    try:
+        with safe_open(file, framework=framework) as weights:
+            yield weights
     except (SafetensorError, OSError) as error:
         raise Refusal(
             f"The file {file} is not a complete safetensors file (truncated?): {error}.",
             FETCH_AGAIN,
         ) from None
-    return header
 
 
-def expected(config: DFlashConfig) -> dict[str, Shape]:
+def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
     """Name and shape of every tensor of an unquantised draft of this config."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {
@@ -237,7 +270,7 @@ def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
     """
     if not tensors.known:
         return []
-    wanted = expected(config)
+    wanted = expected_tensors(config)
     if config.quantization is not None:
         return _too_many_values(wanted, tensors)
     optional = {"t2d"} if config.vocabulary_map else set()

@@ -34,7 +34,7 @@ CPU_HOOKS = (
     Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
         "BEFORE",
-        "cpu.stand_ins:bound_states",
+        "cpu.stand_ins:limit_states",
         "SGLang sizes recurrent states for a GPU",
     ),
     *(

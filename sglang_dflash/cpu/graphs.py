@@ -34,10 +34,17 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 64  # of a captured forward; with more tokens, the Python matters less
 GIVEN = ("input_ids", "positions", "mrope_positions")  # tensors of a batch that a forward reads
 # Calls that return no tensor and depend on shapes only. Other such calls read values.
-OF_SHAPE = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
-OF_SHAPE |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
+SHAPE_CALLS = {"__get__", "__len__", "dim", "get_device", "numel", "size", "stride"}
+SHAPE_CALLS |= {"is_contiguous", "is_floating_point", "_set_grad_enabled"}
 # Calls whose result has a shape that depends on values.
-OF_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
+CALLS_SHAPED_BY_VALUES = {
+    "argwhere",
+    "bincount",
+    "masked_select",
+    "nonzero",
+    "unique",
+    "unique_consecutive",
+}
 SAME = ("contiguous", "float", "to")  # return their argument itself if there is nothing to do
 # Arguments that are the same in every forward of a kind; weights and layers keep their identity.
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -84,7 +91,7 @@ class Capture(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in OF_VALUES or _selects_by_value(name, args):
+        if name in CALLS_SHAPED_BY_VALUES or _selects_by_value(name, args):
             raise NotCapturable(f"the shape of `{name}` depends on values")
         shared = tuple(map(id, args)) if func is cos_and_sin else ()
         if shared in self._shared:
@@ -99,7 +106,7 @@ class Capture(TorchFunctionMode):
         if name == "__setitem__":
             tensors = []
         elif not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            if name not in OF_SHAPE:
+            if name not in SHAPE_CALLS:
                 raise NotCapturable(f"`{name}` returns {type(result).__name__}, not a tensor")
             for value in args:  # the shape of an unknown tensor may depend on the requests
                 if isinstance(value, Tensor):
@@ -122,7 +129,8 @@ class Capture(TorchFunctionMode):
 
     def _source(self, value: Any, reads: set[str]) -> str:
         """The source of an argument in the function. The names in it are added to `reads`."""
-        if (name := self._names.get(id(value))) is not None:
+        name = self._names.get(id(value))
+        if name is not None:
             reads.add(name)
             return name
         if isinstance(value, Tensor) and id(value) not in self._weights:
@@ -149,7 +157,8 @@ class Capture(TorchFunctionMode):
         ends = [f"{key!r}: {self._source(value, used)}" for key, value in vars(output).items()]
         lines = [f"return {{{', '.join(ends)}}}"]
         for source, reads, made in reversed(self._calls):
-            if dead := ({*reads, *made} - used).difference(self._given):  # later calls need none
+            dead = ({*reads, *made} - used).difference(self._given)  # later calls need none
+            if dead:
                 lines.append(f"del {', '.join(sorted(dead))}")
             lines.append(source)
             used |= reads
@@ -187,12 +196,8 @@ class CpuGraphs:
         self._works = not (hooked or planned or self._runner.msprobe_debugger)
         self._graphs: dict[Any, Graph] = {}
         self._weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        self._weights += [
-            value
-            for module in modules
-            for name in UNREGISTERED
-            if isinstance(value := getattr(module, name, None), Tensor)
-        ]
+        others = [getattr(module, name, None) for module in modules for name in UNREGISTERED]
+        self._weights += [value for value in others if isinstance(value, Tensor)]
 
     def can_run(self, batch: ForwardBatch) -> bool:
         if not self._works or not batch.forward_mode.is_target_verify():
@@ -204,14 +209,19 @@ class CpuGraphs:
         if batch.needs_forward_metadata_init():
             self._runner.attn_backend.init_forward_metadata(batch)
         flags = [value if _is_flag(value) else ... for value in vars(batch).values()]
-        if (graph := self._graphs.get(kind := (len(batch.input_ids), *flags))) is not None:
+        kind = (len(batch.input_ids), *flags)
+        graph = self._graphs.get(kind)
+        if graph is not None:
             return LogitsProcessorOutput(**graph(**self._given(batch)))
         try:
             self._graphs[kind], output = self._capture(batch, others)
         except CAPTURE_ERRORS as error:  # the model's own error is raised again below
             self._works = False
-            name = type(self._runner.model).__name__
-            logger.info(f"No CPU graphs for {name}: {error}. Its forwards run in their modules.")
+            model = type(self._runner.model).__name__
+            logger.info(
+                f"No CPU graphs for {model}: {error}. "
+                "Its forwards are not captured, which is slower."
+            )
             output = self._forward(batch, others)
         return output
 

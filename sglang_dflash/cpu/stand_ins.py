@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.temporary import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ def plain_rope(
     return make(*shape, *(args[:2] if rope_scaling is None else args))
 
 
-def bound_states(runner: Any, total_rest_memory: float) -> None:
+def limit_states(runner: Any, total_rest_memory: float) -> None:
     """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
 
     A request has several slots if the radix cache is on.
@@ -165,18 +169,16 @@ def default_backend(server_args: Any) -> None:
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
 
 
-def seeded_draws(original: Any, server_args: Any) -> None:
+def seeded_draws(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs._handle_deterministic_inference`: torch_native passes for triton there.
 
     SGLang has one list for DeepSeek's classes and another for all others, and one of them cannot be
     added to. torch_native computes each request by itself, so its results depend on no other.
     """
-    torch_native = server_args.attention_backend == "torch_native"
-    if torch_native:
-        server_args.attention_backend = "triton"
-    original(server_args)
-    if torch_native:
-        server_args.attention_backend = "torch_native"
+    if server_args.attention_backend != "torch_native":
+        return original(server_args)
+    with temporarily(server_args, attention_backend="triton"):
+        return original(server_args)
 
 
 def keep_aten() -> None:
@@ -221,7 +223,7 @@ def _bytes_bound(server_args: Any) -> int:
         values = config.get_total_num_kv_heads() * (config.head_dim + config.v_head_dim)
     itemsize = KV_ITEMSIZE.get(server_args.kv_cache_dtype, config.dtype.itemsize)
     per_token = config.num_hidden_layers * values * itemsize
-    if server_args.speculative_algorithm == "DFLASH":
+    if is_dflash(server_args):
         from sglang_dflash.server_args import draft_config
 
         draft = draft_config(server_args)

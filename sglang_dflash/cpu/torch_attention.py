@@ -70,7 +70,8 @@ class Segment:
         triangle = view.causal and view.left is None and view.anchor_window is None
         if triangle and not self.few and self.queries in (1, len(self.slots)):
             return None
-        if (seen := self._seen(view)) is None:
+        seen = self._seen(view)
+        if seen is None:
             return None
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
         return mask.repeat_interleave(groups, dim=0) if self.few else mask
@@ -189,7 +190,8 @@ class TorchAttention(TorchNativeAttnBackend):
 
     def _masks_of(self, view: View, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
         """A mask for each request, made once per forward."""
-        if (kind := (view, groups, dtype)) not in self._masks:
+        kind = (view, groups, dtype)
+        if kind not in self._masks:
             self._masks[kind] = [segment.mask(*kind) for segment in self._segments]
         return self._masks[kind]
 

@@ -1,1 +1,1 @@
-"""What a client may send: a request is served as it is meant, or refused before it is sent on."""
+"""Requests of clients: each is served as it is meant, or refused before SGLang passes it on."""

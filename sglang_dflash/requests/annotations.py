@@ -1,4 +1,4 @@
-"""From SGLang's annotations to validators: what a field of a request may hold.
+"""From SGLang's annotations to validators: the values that a field of a request may hold.
 
 Pydantic converts the values, so that the rest of SGLang sees the annotated types. Numbers follow
 JSON Schema, which counts 64.0 among the whole numbers and "64" not among the numbers. `True` counts
@@ -8,7 +8,6 @@ as 1, as everywhere in Python. Arrays and scalars of NumPy become plain Python.
 from __future__ import annotations
 
 import re
-import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import Refusal, shown
 
-SHOWN = 60  # characters of a value in a message
 UNIONS = (Union, types.UnionType)
 NONE = type(None)
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """A value of NumPy, an array or a tensor as plain Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -33,7 +31,7 @@ def _number(value: Any) -> Any:
     """The value, unless it is text: pydantic would read "1" as a number."""
     if isinstance(value, str | bytes):
         raise ValueError("text is no number")
-    return plain(value)
+    return as_python(value)
 
 
 def _text(value: str) -> str:
@@ -87,26 +85,28 @@ def checked(annotation: Any) -> Any:
     if origin in UNIONS:
         return Union[tuple(checked(part) for part in inner)]  # noqa: UP007
     if origin is list and inner:
-        return Annotated[list[checked(inner[0])], BeforeValidator(plain)]  # type: ignore[misc]
+        return Annotated[list[checked(inner[0])], BeforeValidator(as_python)]  # type: ignore[misc]
     if origin is dict and inner:
         return dict[Any if inner[1] is Any else checked(inner[0]), checked(inner[1])]  # type: ignore[misc]
     return annotation
 
 
-def expected(annotation: Any) -> str:
+def description_of(annotation: Any) -> str:
     """The name of a checked annotation in a message, such as "a list of text"."""
     for entry in getattr(annotation, "__metadata__", ()):
         if isinstance(entry, FieldInfo) and entry.description:
             return entry.description
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return expected(inner[0])
+        return description_of(inner[0])
     if origin in UNIONS:
-        return " or ".join(dict.fromkeys(expected(part) for part in inner if part is not NONE))
+        return " or ".join(
+            dict.fromkeys(description_of(part) for part in inner if part is not NONE)
+        )
     if origin is list and inner:
-        return f"a list whose entries are each {expected(inner[0])}"
+        return f"a list whose entries are each {description_of(inner[0])}"
     if origin is dict and inner and inner[1] is not Any:
-        return f"an object whose entries are each {expected(inner[1])}"
+        return f"an object whose entries are each {description_of(inner[1])}"
     if dict in (origin, annotation):
         return "an object"
     if origin is Literal:
@@ -116,7 +116,7 @@ def expected(annotation: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field may hold."""
+    """The values that one field may hold."""
 
     adapter: TypeAdapter[Any]
     expected: str
@@ -124,7 +124,7 @@ class Rule:
     @classmethod
     def of(cls, annotation: Any) -> Rule:
         """The rule of a checked annotation."""
-        return cls(TypeAdapter(annotation), expected(annotation))
+        return cls(TypeAdapter(annotation), description_of(annotation))
 
     def parse(self, value: Any, where: str) -> Any:
         """The value as SGLang's annotation has it. where: the field's name for a message."""
@@ -136,7 +136,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Record:
-    """What an object with these fields may hold."""
+    """The objects that have these fields and no others."""
 
     rules: Mapping[str, Rule]
 
@@ -148,9 +148,3 @@ class Record:
             if name not in self.rules:
                 raise Refusal(f"{where} has no field {shown(name)}.", "Leave it out.")
         return {name: self.rules[name].parse(given[name], f"{where}.{name}") for name in given}
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, for a message."""
-    text = reprlib.repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

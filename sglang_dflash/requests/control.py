@@ -1,7 +1,7 @@
-"""Requests that steer a server: those that end SGLang's scheduler are refused.
+"""Requests that steer a server: those that crash SGLang's scheduler are refused.
 
-`check_control` runs where they leave the tokenizer's process. The hooks on the scheduler know its
-state. Where SGLang's answer has no field for a refusal, they add one, which `check_control` raises.
+`check_control` runs when a request leaves the tokenizer's process. The hooks on the scheduler know
+its state. They add a refusal to SGLang's answer, and `check_control` raises it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import INT32, Rule, number, shown
+from sglang_dflash.algorithm import is_dflash, serves_dflash
+from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.platforms import platform_of
+from sglang_dflash.requests.annotations import INT32, Rule, number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
-OF_WRONG_WEIGHTS = (
+ERRORS_OF_WRONG_WEIGHTS = (
     *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
     pickle.UnpicklingError,
 )
-ON_CUDA = {"MEM", "CUDA_PROFILER"}
-STATE = {  # what SGLang lets a client set, and what each value may be
+WRITABLE_FOLDER = "Name a folder that the server can write."
+STATE = {  # fields that SGLang lets a client set, with the annotation of each
     "pp_max_micro_batch_size": INT32,
     "speculative_accept_threshold_single": number(),
     "speculative_accept_threshold_acc": number(),
@@ -55,16 +57,17 @@ STATE = {  # what SGLang lets a client set, and what each value may be
 
 async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
-    if get_global_server_args().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return await original(communicator, obj)
-    if check := CHECKS.get(type(obj)):
+    check = CONTROL_CHECKS.get(type(obj))
+    if check is not None:
         check(obj)
     results = await original(communicator, obj)
     for result in results:
-        if (why := getattr(result, "refused", None)) is not None:
-            raise Refusal(why, "Nothing was changed.")
+        if hasattr(result, "refused"):
+            raise Refusal(*result.refused)
         if isinstance(result, ProfileReqOutput) and not result.success:
-            raise Refusal(result.message, "Nothing was changed.")
+            raise Refusal(result.message, "Then ask again.")  # it names the request to send first
     return results
 
 
@@ -73,7 +76,7 @@ def is_health_check(original: Any, request: Any) -> bool:
 
     SGLang asks this about every message, and takes the id of any message for text.
     """
-    if get_global_server_args().speculative_algorithm != "DFLASH":
+    if not serves_dflash():
         return bool(original(request))
     return isinstance(getattr(request, "rid", None), str) and bool(original(request))
 
@@ -82,16 +85,24 @@ def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupation
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
     if updater.is_fully_idle() or not _dflash(updater):
         return original(updater, request)
-    return _refused(ReleaseMemoryOccupationReqOutput(), "Requests are running.")
+    return _refused(
+        ReleaseMemoryOccupationReqOutput(),
+        "Requests are running.",
+        "Wait until no request runs, and ask again.",
+    )
 
 
 def resume_memory(original: Any, updater: Any, request: ResumeMemoryOccupationReqInput) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: a KeyError ends SGLang."""
+    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: a KeyError there."""
     wanted = set(request.tags or GPU_MEMORY_ALL_TYPES)
     if wanted <= updater.offload_tags or not _dflash(updater):
         return original(updater, request)
     missing = ", ".join(sorted(wanted - updater.offload_tags))
-    return _refused(ResumeMemoryOccupationReqOutput(), f"This was not released: {missing}.")
+    return _refused(
+        ResumeMemoryOccupationReqOutput(),
+        f"This was not released: {missing}.",
+        "Name only tags that were released.",
+    )
 
 
 def update_from_tensor(
@@ -105,7 +116,7 @@ def update_from_tensor(
         return original(updater, request)
     try:
         return original(updater, request)
-    except OF_WRONG_WEIGHTS as error:
+    except ERRORS_OF_WRONG_WEIGHTS as error:
         torch.distributed.barrier(group=updater.tp_cpu_group)  # the other ranks wait in it
         why = f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
         return UpdateWeightsFromTensorReqOutput(False, why)
@@ -128,15 +139,15 @@ def send_weights(original: Any, runner: Any, address: str, ports: str, group: st
     name = f"{group}_{port}_{runner.tp_rank}"
     if name in runner._weights_send_group or not runner.spec_algorithm.is_dflash():
         return original(runner, address, ports, group)
-    return False, f"There is no group {shown(name)}. Make it first."
+    why = f"There is no group {shown(name)}."
+    return False, f"{why} Call /init_weights_send_group_for_remote_instance first."
 
 
 def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> None:
     """BEFORE `TokenizerManager.update_weights_from_disk`: its message takes a way of its own."""
     known = [form.value for form in LoadFormat]
     given = obj.load_format
-    dflash = manager.server_args.speculative_algorithm == "DFLASH"
-    if dflash and given is not None and given not in known:
+    if is_dflash(manager.server_args) and given is not None and given not in known:
         raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
 
 
@@ -144,8 +155,9 @@ def _dflash(updater: Any) -> bool:
     return bool(updater.tp_worker.model_runner.spec_algorithm.is_dflash())
 
 
-def _refused(output: Any, why: str) -> Any:
-    output.refused = why
+def _refused(output: Any, what: str, fix: str) -> Any:
+    """The answer of a scheduler, with the parts of a `Refusal` that `check_control` raises."""
+    output.refused = what, fix
     return output
 
 
@@ -169,9 +181,12 @@ def _profile(obj: ProfileReq) -> None:
     """A scheduler writes the trace long after it has answered."""
     if obj.type is not ProfileReqType.START_PROFILE:
         return
+    served = platform_of(get_global_server_args()).profiler_activities
     for activity in obj.activities or ():
-        if activity == "RPD" or (activity in ON_CUDA and not torch.cuda.is_available()):
-            raise Refusal(f"activities has {shown(activity)}.", "It must be CPU on this device.")
+        if activity not in served:
+            raise Refusal(
+                f"activities has {shown(activity)}.", f"It must be one of {', '.join(served)}."
+            )
     prefix = obj.profile_prefix or ""
     if len(prefix) > LONGEST_PREFIX or os.path.basename(prefix) != prefix or "\0" in prefix:
         raise Refusal(
@@ -188,9 +203,11 @@ def _make_folder(name: str) -> None:
         folder = Path(name).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise Refusal(f"output_dir is {shown(name)}.", f"It cannot be made: {error}.") from None
+        raise Refusal(
+            f"output_dir is {shown(name)}, which cannot be made: {error}.", WRITABLE_FOLDER
+        ) from None
     if not os.access(folder, os.W_OK):
-        raise Refusal(f"output_dir is {shown(name)}.", "It cannot be written.")
+        raise Refusal(f"output_dir is {shown(name)}, which cannot be written.", WRITABLE_FOLDER)
 
 
 def _state(obj: SetInternalStateReq) -> None:
@@ -213,12 +230,12 @@ def _ports(
     """SGLang asserts this in each scheduler."""
     ranks = get_global_server_args().tp_size
     if len(obj.ports.split(",")) != ranks:
-        raise Refusal(f"ports is {shown(obj.ports)}.", f"It must have {ranks}, one for each rank.")
+        raise Refusal(f"ports is {shown(obj.ports)}.", f"Give {ranks} ports, one for each rank.")
     if not obj.group_name:
         raise Refusal("group_name is empty.", "Name the group.")
 
 
-CHECKS: dict[type, Callable[[Any], None]] = {
+CONTROL_CHECKS: dict[type, Callable[[Any], None]] = {
     ExpertDistributionReq: _experts,
     InitWeightsSendGroupForRemoteInstanceReqInput: _ports,
     ProfileReq: _profile,

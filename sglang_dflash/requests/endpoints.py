@@ -1,4 +1,4 @@
-"""Bodies that reach no generation: SGLang's handlers of some endpoints end in them with HTTP 500.
+"""Bodies of other endpoints than those for text: SGLang answers some of them with HTTP 500.
 
 Each check belongs to one handler of SGLang and refuses what this handler cannot answer. An error
 that no check foresees stays HTTP 500.
@@ -22,8 +22,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import shown
+from sglang_dflash.errors import Refusal, shown
 
 Query = Mapping[str, str]
 Check = Callable[[Any, Query], None]  # of the parsed body (None: there is none) and of the query
@@ -31,6 +30,7 @@ LOG_LEVELS_OF_REQUESTS = range(4)
 
 
 def one_of(field: str, value: Any, allowed: Any) -> None:
+    """Raise `Refusal` for a value of a field that is not among those that are allowed."""
     if value not in allowed:
         raise Refusal(
             f"{field} is {shown(value)}.", f"It must be one of {', '.join(map(str, allowed))}."
@@ -59,6 +59,7 @@ def parser_of_calls(body: Any, query: Query) -> None:
 
 
 def parser_of_reasoning(body: Any, query: Query) -> None:
+    """SGLang answers an unknown name with HTTP 500."""
     name = _object(body).get("reasoning_parser")
     if isinstance(name, str):  # else FastAPI refuses it
         one_of("reasoning_parser", name.lower(), sorted(ReasoningParser.DetectorMap))
@@ -91,6 +92,7 @@ def tokens(body: Any, query: Query) -> None:
 
 
 def messages(body: Any, query: Query) -> None:
+    """SGLang answers an empty list of messages with HTTP 500."""
     if _object(body).get("messages") == []:
         raise Refusal("messages is empty.", "Give one message at least.")
 
@@ -107,11 +109,13 @@ def openai(body: Any, query: Query) -> None:
 
 
 def sections(body: Any, query: Query) -> None:
+    """SGLang answers an unknown section of `/v1/loads` with HTTP 500."""
     for name in query["include"].split(",") if query.get("include") else ():
         one_of("include", name.strip(), sorted(LoadSnapshot.VALID_SECTIONS))
 
 
 def logging_of_requests(body: Any, query: Query) -> None:
+    """SGLang answers an unknown level with HTTP 500."""
     level, of_requests = _object(body).get("log_level"), _object(body).get("log_requests_level")
     if isinstance(level, str):
         one_of("log_level", level.upper(), sorted(logging.getLevelNamesMapping()))
@@ -124,7 +128,7 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
+ENDPOINT_CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
     "add_external_corpus": typed(AddExternalCorpusReqInput),
     "anthropic_v1_count_tokens": messages,
     "configure_logging": logging_of_requests,

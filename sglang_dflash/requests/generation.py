@@ -1,7 +1,7 @@
 """Requests for text: each field is what SGLang's own annotations say, or the request is refused.
 
 SGLang checks these types for `/generate` alone, and nowhere those of the sampling parameters. Its
-scheduler and its tokenizer end at values of a wrong type, and at lists of a wrong length.
+scheduler and its tokenizer crash at values of a wrong type, and at lists of a wrong length.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.errors import Refusal
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.errors import Refusal, shown
 from sglang_dflash.requests.annotations import (
     INT32,
     REGEX,
     UNIONS,
     Record,
     Rule,
+    as_python,
     checked,
     number,
-    plain,
-    shown,
     whole,
 )
 
@@ -44,7 +44,7 @@ def _bounded(bias: float) -> float:
 TOKEN: Any = Annotated[int, Field(ge=-(2**63), lt=2**63, description="the number of a token")]
 BIAS: Any = Annotated[number(allow_inf_nan=True), AfterValidator(_bounded)]
 OVERRIDES: Any = InstanceOf[PositionalEmbeds]  # type: ignore[misc]
-# What SGLang serves beyond its annotations, and what they allow although its scheduler ends at it.
+# Types that differ from SGLang's annotations: it serves more than some, and others crash it.
 SAMPLING: dict[str, Any] = {
     "n": whole(1, MOST_ANSWERS),
     "top_k": INT32,
@@ -91,9 +91,9 @@ class Size(NamedTuple):
 def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
     """BEFORE `TokenizerManager.generate_request`: refuse a request that cannot be served.
 
-    What pydantic converts is written back, so `"max_new_tokens": 64.0` becomes 64.
+    Values that pydantic converts are written back, so `"max_new_tokens": 64.0` becomes 64.
     """
-    if manager.server_args.speculative_algorithm != "DFLASH":
+    if not is_dflash(manager.server_args):
         return
     if isinstance(obj, EmbeddingReqInput):
         raise Refusal(
@@ -102,14 +102,16 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
         )
     for name in OWN:
         if getattr(obj, name) is not None:
-            raise Refusal(f"{name} is {shown(getattr(obj, name))}.", "The server fills it itself.")
+            raise Refusal(
+                f"{name} is {shown(getattr(obj, name))}.", "Leave it out: the server fills it."
+            )
     prompts = _read_prompts(obj)
     size = Size(prompts, _read_sampling(obj, prompts))
     for name, parts in fields().items():
         if getattr(obj, name) is not None:
             _read_field(obj, name, parts, size)
     if isinstance(obj.rid, list) and len(set(obj.rid)) < len(obj.rid):
-        raise Refusal(f"rid is {shown(obj.rid)}.", "Each prompt needs an id of its own.")
+        raise Refusal(f"rid is {shown(obj.rid)}.", "Give each prompt an id of its own.")
     _check_media(obj, size)
     _check_the_model(manager, obj)
 
@@ -120,7 +122,8 @@ def _read_prompts(obj: Any) -> int | None:
         obj.input_ids = obj.input_ids["input_ids"]
     sizes = {}
     for name in PROMPTS:
-        if (value := plain(getattr(obj, name))) is None:
+        value = as_python(getattr(obj, name))
+        if value is None:
             continue
         value = prompt_rules()[name].parse(list(value) if isinstance(value, tuple) else value, name)
         if isinstance(value, list) and (not value or [] in value):
@@ -153,7 +156,8 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
         obj.sampling_params, answers = read, {int(one.get("n", 1)) for one in read}
         if len(answers) > 1:
             raise Refusal(
-                f"{where} have unequal n.", "SGLang gives each prompt equally many answers."
+                f"{where} have unequal n.",
+                "Give all prompts the same n: SGLang gives each equally many answers.",
             )
         return answers.pop()
     obj.sampling_params = sampling().parse(given, where)
@@ -199,7 +203,7 @@ def _check_media(obj: Any, size: Size) -> None:
 
 
 def _check_the_model(manager: Any, obj: Any) -> None:
-    """What depends on the loaded model and on the flags of the server."""
+    """Check the fields whose bounds depend on the loaded model or on flags of the server."""
     config, arguments = manager.model_config, manager.server_args
     for count in _each(obj.top_logprobs_num):
         if not 0 <= count <= config.vocab_size:
@@ -221,7 +225,8 @@ def _check_the_model(manager: Any, obj: Any) -> None:
         if label not in known:
             raise Refusal(
                 f"custom_labels has {shown(label)}.",
-                "The server must be started with it in --tokenizer-metrics-allowed-custom-labels.",
+                "Leave it out, or start the server with it in "
+                "--tokenizer-metrics-allowed-custom-labels.",
             )
 
 
@@ -238,7 +243,8 @@ def _check_stops(params: dict[str, Any], vocab_size: int) -> None:
 def _check_width(name: str, width: int, hidden_size: int) -> None:
     if width != hidden_size:
         raise Refusal(
-            f"{name} has a vector of {width} numbers.", f"The model's have {hidden_size} numbers."
+            f"{name} has a vector of {width} numbers.",
+            f"Give vectors of {hidden_size} numbers, as the model's.",
         )
 
 

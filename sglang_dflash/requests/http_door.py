@@ -1,4 +1,4 @@
-"""The door of a DFLASH server: bodies that nobody can answer are refused before a handler runs."""
+"""HTTP bodies of a DFLASH server: those that no handler can answer are refused before it runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.annotations import shown
-from sglang_dflash.requests.endpoints import CHECKS, Query
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.requests.endpoints import ENDPOINT_CHECKS, Query
 from sglang_dflash.watch.page import page
 
 PAGE = "/dflash"  # it shows blocks
@@ -28,31 +28,33 @@ HALF = re.compile(
 
 
 def install(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `set_uvicorn_logging_configs`: put the door in front of SGLang's handlers.
+    """BEFORE `set_uvicorn_logging_configs`: check bodies before SGLang's handlers.
 
     A hook on a function of `http_server` would import that module in every scheduler.
     """
-    if server_args.speculative_algorithm != "DFLASH":
+    if not is_dflash(server_args):
         return
-    app.add_middleware(Door)
-    app.add_exception_handler(Refusal, answer)  # some handlers do not expect any error
+    app.add_middleware(BodyChecks)
+    app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
     app.add_api_route(PAGE, lambda: HTMLResponse(page()), include_in_schema=False)
 
 
-async def answer(request: Request, refusal: Exception) -> Response:
+async def bad_request(request: Request, refusal: Exception) -> Response:
     """HTTP 400 as SGLang writes it at the endpoint of this request."""
     written: Any = app.exception_handlers[HTTPException]
     response: Response = await written(request, HTTPException(400, str(refusal)))
     return response
 
 
-class Door:
+class BodyChecks:
     """An ASGI middleware that reads a body whole, checks it and passes it on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.checks = {
-            route.path: CHECKS[route.name] for route in _routes() if route.name in CHECKS
+            route.path: ENDPOINT_CHECKS[route.name]
+            for route in _routes()
+            if route.name in ENDPOINT_CHECKS
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +70,8 @@ class Door:
         try:
             self.check(scope["path"], body, request.query_params)
         except Refusal as refusal:
-            return await (await answer(request, refusal))(scope, receive, send)
+            response = await bad_request(request, refusal)
+            return await response(scope, receive, send)
         return await self.app(scope, _again(body, receive), send)
 
     def check(self, path: str, body: bytes, query: Query) -> None:
@@ -83,7 +86,7 @@ class Door:
         try:
             parsed = json.loads(body) if body else None
         except ValueError as error:
-            raise Refusal(f"The body is no JSON: {shown(str(error))}.", "Correct it.") from None
+            raise Refusal(f"The body is not JSON: {shown(str(error))}.", "Send JSON.") from None
         if HALF.search(body):
             refuse_unwritable(parsed)
         if check is not None:
@@ -112,7 +115,10 @@ def refuse_unwritable(parsed: Any) -> None:
         elif isinstance(value, list):
             left += value
         elif isinstance(value, str) and not _writable(value):
-            raise Refusal(f"The body has {shown(value)}.", "It holds half of a surrogate pair.")
+            raise Refusal(
+                f"The body has {shown(value)}, which holds half of a surrogate pair.",
+                "Send both halves of the pair, or neither.",
+            )
 
 
 def _writable(text: str) -> bool:

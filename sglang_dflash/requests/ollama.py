@@ -7,15 +7,16 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal
 
 
-async def answer(original: Any, serving: Any, *request: Any) -> Any:
+async def refuse_as_others(original: Any, serving: Any, *request: Any) -> Any:
     """AROUND `OllamaServing.handle_chat` and `.handle_generate`: a `ValueError` is the client's.
 
     A stream begins with its first chunk. SGLang begins it before it looks at the request.
     """
-    if serving.tokenizer_manager.server_args.speculative_algorithm != "DFLASH":
+    if not is_dflash(serving.tokenizer_manager.server_args):
         return await original(serving, *request)
     try:
         response = await original(serving, *request)

@@ -1,11 +1,12 @@
-"""Requests of a session that end SGLang's scheduler, although they ask for something clear."""
+"""Requests of a session that are sound, but crash SGLang's scheduler."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.server_args import get_global_server_args
+
+from sglang_dflash.algorithm import serves_dflash
 
 
 def begin_anew(session: Any, req: Any, *_: Any, **__: Any) -> None:
@@ -14,14 +15,14 @@ def begin_anew(session: Any, req: Any, *_: Any, **__: Any) -> None:
     SGLang's own loop removes entries from the dictionary that it walks through.
     """
     asked = req.session_params
-    if _dflash() and asked.replace and asked.rid is None and not session.streaming:
+    if serves_dflash() and asked.replace and asked.rid is None and not session.streaming:
         for node in [node for node in session.req_nodes.values() if node.parent is None]:
             node.clear(session.req_nodes)
 
 
 def clear(original: Any, node: Any, nodes: dict[str, Any]) -> None:
     """AROUND `SessionReqNode.clear`: two requests of a session may have the same id."""
-    if not _dflash():
+    if not serves_dflash():
         return original(node, nodes)  # type: ignore[no-any-return]
     for child in node.children:
         child.clear(nodes)
@@ -29,7 +30,3 @@ def clear(original: Any, node: Any, nodes: dict[str, Any]) -> None:
         node.req.to_finish = FINISH_ABORT()
     nodes.pop(node.req.rid, None)
     return None
-
-
-def _dflash() -> bool:
-    return bool(get_global_server_args().speculative_algorithm == "DFLASH")

@@ -209,7 +209,7 @@ def test_kv_dtypes(target: str, draft: str, kv: str) -> None:
 
 
 REFUSED_KV: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give fp8_e4m3"]),
+    ("dense", {"kv_cache_dtype": "fp4_e2m1"}, ["fp4_e2m1", "Give --kv-cache-dtype fp8_e4m3"]),
     (
         "dense",
         {"kv_cache_dtype": "fp8_e5m2", "decode_attention_backend": "fa3"}
@@ -249,7 +249,7 @@ REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"mamba_scheduler_strategy": "extra_buffer"},
         ["no recurrent states", "Leave it out"],
     ),
-    ("hybrid", {"dtype": "float16"}, ["torch.bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
+    ("hybrid", {"dtype": "float16"}, ["states in bfloat16", "SGLANG_MAMBA_CONV_DTYPE=float16"]),
     ("hybrid", {"cpu_offload_gb": 1}, ["stay on the device", "--cpu-offload-gb"]),
     ("hybrid", {"offload_group_size": 2}, ["stay on the device", "--offload-group-size"]),
     ("hybrid", {"enable_lora": True}, ["linear attention", "Leave --enable-lora"]),

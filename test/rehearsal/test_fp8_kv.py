@@ -103,7 +103,7 @@ def check_refused(folder: Path, words: str, backend: str, **flags: Any) -> None:
 
 
 PREFILLS = "leaves them out when it prefills"
-MULTIPLIED = "also multiply KV in torch.bfloat16"
+MULTIPLIED = "also multiply KV in bfloat16"
 
 
 def test_scales_that_a_backend_gets_wrong(scaled: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from sglang_dflash.checkpoint import load
+from sglang_dflash.checkpoint import read_draft
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import KINDS, Example, final_answer, held_out, pool
@@ -48,7 +48,7 @@ def test_transformers_4_reads_the_target_right() -> None:
 
 
 def test_draft_is_zlab_and_fits_the_target() -> None:
-    draft, tensors = load(DRAFT)
+    draft, tensors = read_draft(DRAFT)
     config = AutoConfig.from_pretrained(TARGET)
     assert (draft.format, draft.block_size) == ("zlab", 16)
     assert config.head_dim == draft.head_dim == 128  # prebuilt GPU kernels serve it

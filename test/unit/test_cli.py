@@ -11,6 +11,7 @@ import pytest
 
 from sglang_dflash import __version__, serve
 from sglang_dflash.cli import main
+from sglang_dflash.platforms import PLATFORMS
 from sglang_dflash.tiny import DRAFT, TARGET
 
 
@@ -33,7 +34,8 @@ def test_serve_suits_the_machine(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, threads: str | None
 ) -> None:
     """One thread and fp32 on a CPU, unless told otherwise. The user's flags come last and win."""
-    monkeypatch.setattr(serve, "_has_gpu", lambda: gpu)
+    platform = PLATFORMS["cuda" if gpu else "cpu"]
+    monkeypatch.setattr(serve, "_platform", lambda: platform)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_dflash.checkpoint import load, load_config
+from sglang_dflash.checkpoint import load_config, read_draft
 from sglang_dflash.checkpoint.files import CONFIG_LIMIT, JSON_LIMIT
 from sglang_dflash.checkpoint.fit import defects
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
@@ -127,7 +127,7 @@ def test_links_of_the_hubs_cache(draft: Path, tmp_path: Path) -> None:
         (snapshot / file.name).symlink_to(f"../../blobs/hash of {file.name}")
     (tmp_path / "link").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "link"):
-        assert load(folder)[1].known
+        assert read_draft(folder)[1].known
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("../../../draft.json")
     assert "leads out of its folder" in refusal_of(snapshot)
@@ -160,7 +160,7 @@ def test_files_that_the_index_does_not_name(draft: Path) -> None:
     (draft / "other.safetensors").write_bytes(b"no safetensors")
     assert "other.safetensors" in refusal_of(draft)
     (draft / INDEX).write_text(json.dumps({"weight_map": {"fc.weight": "model.safetensors"}}))
-    assert load(draft)[1].known
+    assert read_draft(draft)[1].known
 
 
 def test_a_tensor_twice(draft: Path) -> None:
@@ -273,7 +273,7 @@ def test_sizes_that_no_file_holds(draft: Path, words: str) -> None:
 def test_heads_of_no_size(draft: Path) -> None:
     config = draft_config(head_dim=None, num_attention_heads=65, num_key_value_heads=65)
     (draft / "config.json").write_text(json.dumps(config))
-    read, tensors = load(draft, headers=Tensors(draft))
+    read, tensors = read_draft(draft, headers=Tensors(draft))
     assert "65 heads of size 0" in defects(read, tensors, read.draft_width)[0].what
 
 

@@ -110,8 +110,8 @@ from sglang_dflash.cli import main
 assert main(["inspect", "org/draft", "--json"]) == 0
 """
 FETCH = """
-from sglang_dflash.checkpoint import hub, load
-config, tensors = load(hub.draft_folder("org/draft"))
+from sglang_dflash.checkpoint import hub, read_draft
+config, tensors = read_draft(hub.draft_folder("org/draft"))
 print(config.mask_embedding, config.own_embedding, config.draft_vocab_size, tensors.known)
 """
 INSPECTED = """

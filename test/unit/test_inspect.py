@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint import load
+from sglang_dflash.checkpoint import read_draft
 from sglang_dflash.cli import main
 from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny import DRAFT, TARGET
@@ -36,6 +36,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "family": "DFlash",
         "format": "zlab",
         "block_size": 16,
+        "draft_width": 16,
         "target_layer_ids": {"transformers": [2, 4, 6, 8, 9], "sglang": [1, 3, 5, 7, 8]},
         "mask_token_id": 3,
         "kv_bytes_per_token": 2 * 2 * 3 * 2 * 128,
@@ -52,22 +53,21 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in out
 
 
-def test_block_size_is_the_checkpoints_number(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Also with sample_from_anchor: a block is then one position longer than the draft reads."""
+def test_a_block_counts_the_anchor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With sample_from_anchor, a block is one position longer than the draft reads."""
     config = draft_config(dflash_config={"sample_from_anchor": True})
     draft = str(write_draft(tmp_path, config, draft_weights(config)))
     assert main(["inspect", draft, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["block_size"] == 8
+    report = json.loads(capsys.readouterr().out)
+    assert (report["block_size"], report["draft_width"]) == (9, 8)
     assert main(["inspect", draft]) == 0
-    assert "8 (8 drafts)" in capsys.readouterr().out
+    assert "9 (8 drafts)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("case", "family", "told"),
     [
-        ("DeepSpec gated", "DSpark", ["8 (8 drafts)", "Markov (gated, rank 16)", "confidence"]),
+        ("DeepSpec gated", "DSpark", ["9 (8 drafts)", "Markov (gated, rank 16)", "confidence"]),
         ("DFlash 2", "DFlash 2", ["8 (7 drafts)", "convolutions (3 taps)", "selector (12"]),
         ("Domino", "Domino", ["8 (7 drafts)", "prefix GRU"]),
     ],
@@ -186,7 +186,7 @@ def no_header(folder: Path) -> Path:
 )
 def test_broken_files(tmp_path: Path, broken: Callable[[Path], Path], words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
-        load(broken(tmp_path))
+        read_draft(broken(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -252,6 +252,7 @@ JSON_TYPES = {
     "family": str,
     "format": str,
     "block_size": int,
+    "draft_width": int,
     "target_layer_ids": dict,
     "mask_token_id": int,
     "kv_bytes_per_token": int,

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_dflash import hooks
+from sglang_dflash.checkpoint import hub
 from sglang_dflash.errors import Refusal
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.worker.test_refusals import arguments, launch, refused
@@ -83,3 +85,27 @@ def test_the_command_ends_with_one_line(target: str, tmp_path: Path) -> None:
     flags = ["--model-path", target, "--speculative-algorithm", "DFLASH"]
     line = refused(launch(*flags, "--speculative-draft-model-path", str(tmp_path / "draft")))
     assert BROKEN[not_a_number] in line
+
+
+def of_sglang(*_: object, **__: object) -> str:
+    return "SGLang's own"
+
+
+def test_sglang_reads_no_broken_draft(tmp_path: Path) -> None:
+    """Its config is a draft's, so this package reads it or refuses it."""
+    truncated(tmp_path / "draft")
+    with pytest.raises(Refusal, match="truncated"):
+        hooks.get_config(of_sglang, str(tmp_path / "draft"), revision=None)
+
+
+def test_the_hub_is_asked_once_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, *_: object, **__: object) -> str:
+        asked.append(name)
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    for hook in (hooks.get_config, hooks.get_generation_config):
+        assert hook(of_sglang, "nobody/target", revision=None) == "SGLang's own"
+    assert asked == ["nobody/target"]

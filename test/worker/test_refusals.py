@@ -62,6 +62,12 @@ def arguments(target: str, draft: str | None, **changes: Any) -> ServerArgs:
     )
 
 
+def from_command_line(*command: str) -> ServerArgs:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return ServerArgs.from_cli_args(parser.parse_args(command))
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags(target: str, draft: str, flag: str) -> None:
     """Each refusal names the flag or its wrong value, and the fix."""
@@ -98,16 +104,16 @@ def test_a_window_of_nothing(target: str, draft: str, window: int) -> None:
 def test_flags_of_a_draft_without_the_algorithm(
     target: str, draft: str, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
-    """SGLang would serve the target alone, and say nothing."""
+    """SGLang would serve the target alone, and say nothing. The next command line is a new one."""
     monkeypatch.setattr(options, "given_flags", [])
-    for name in (options.VERIFY_WIDTH, options.DRAFT_AHEAD):  # the flags set them
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    command = ["--model-path", target, *(draft if part == "DRAFT" else part for part in given)]
+    monkeypatch.delenv(options.VERIFY_WIDTH, raising=False)
+    monkeypatch.setenv(options.DRAFT_AHEAD, "off")
+    command = [draft if part == "DRAFT" else part for part in given]
     with pytest.raises(Refusal, match=f"without --speculative-algorithm, but {given[0]} is given"):
-        ServerArgs.from_cli_args(parser.parse_args(command))
+        from_command_line("--model-path", target, *command)
+    assert from_command_line("--model-path", target).speculative_algorithm is None
+    assert options.VERIFY_WIDTH not in os.environ
+    assert os.environ[options.DRAFT_AHEAD] == "off"
 
 
 @pytest.mark.parametrize(("page", "needed"), [(1, 64), (256, 256)])
@@ -130,7 +136,7 @@ def test_block_size_flags_are_honoured(
 ) -> None:
     """Fewer masks than the trained 8 can cost acceptance, so there is a warning."""
     assert arguments(target, draft, **{flag: size}).speculative_num_draft_tokens == size
-    assert ("trained with 8" in caplog.text) == (size < 8)
+    assert ("trained for 8" in caplog.text) == (size < 8)
 
 
 def test_block_size_comes_from_the_draft(target: str, draft: str) -> None:

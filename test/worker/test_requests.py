@@ -1,4 +1,4 @@
-"""Rules of requests in process: what `sglang.Engine` passes, and what the door reads of bodies."""
+"""Rules of requests in process: what `sglang.Engine` passes, and checks of HTTP bodies."""
 
 from __future__ import annotations
 
