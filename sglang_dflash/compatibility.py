@@ -318,7 +318,7 @@ def check_loaded_adapters(server_args: ServerArgs, target: nn.Module) -> None:
         )
 
 
-def check_pool(tokens: int, reserved: int, page_size: int) -> int:
+def longest_request(tokens: int, reserved: int, page_size: int) -> int:
     """The longest request for which a KV pool of this size has room; raises `Refusal`.
 
     reserved: tokens that a step needs behind the committed ones.

@@ -243,7 +243,7 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
 
 def before_new_weights(updater: Any, request: Any) -> None:
     """BEFORE `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
-    if get_global_server_args().speculative_algorithm == "DFLASH":
+    if serves_dflash():
         updater.draft_worker.before_new_weights()
 
 

@@ -169,7 +169,8 @@ def handle_dflash(server_args: ServerArgs) -> None:
     chosen = Options.read(server_args)  # refuses before any process starts
     if server_args.max_total_tokens is not None:
         page_size = server_args.page_size or 1
-        compatibility.check_pool(server_args.max_total_tokens, chosen.reserved_tokens, page_size)
+        tokens = server_args.max_total_tokens
+        compatibility.longest_request(tokens, chosen.reserved_tokens, page_size)  # or refuse
     if has_adapters(server_args):
         [width] = chosen.verify_widths
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.temporary import temporarily
+
 
 class VerifyGraphs:
     """Switches the target between verify widths. SGLang makes a backend and graphs for one width.
@@ -26,11 +28,10 @@ class VerifyGraphs:
         if self._any_width:
             return
         for width in set(self._widths) - {block_size}:
-            args.speculative_num_draft_tokens = width  # both are made for this number
-            backend = runner._get_attention_backend()
-            captured = graphs and type(graphs)(runner, attn_backend=backend)
+            with temporarily(args, speculative_num_draft_tokens=width):  # both are made for it
+                backend = runner._get_attention_backend()
+                captured = graphs and type(graphs)(runner, attn_backend=backend)
             self._pairs[width] = backend, captured
-        args.speculative_num_draft_tokens = block_size
 
     def use(self, width: int) -> None:
         """Verify this width from now on."""

@@ -12,7 +12,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
-from sglang_dflash.compatibility import check_loaded_adapters, check_pool
+from sglang_dflash.compatibility import check_loaded_adapters, longest_request
 from sglang_dflash.core.acceptance import Outcome
 from sglang_dflash.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
@@ -238,7 +238,7 @@ class DFlashWorker:
 
 def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
     """Bound request lengths so that the slots reserved for the longest one fit the KV pool."""
-    room = check_pool(target.max_total_num_tokens, reserved, target.server_args.page_size)
+    room = longest_request(target.max_total_num_tokens, reserved, target.server_args.page_size)
     if room < target.max_req_len:
         logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
         target.max_req_len, target.max_req_input_len = room, room - 5

@@ -15,7 +15,7 @@ from sglang.srt.managers import scheduler
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import options, plugin
-from sglang_dflash.compatibility import check_pool
+from sglang_dflash.compatibility import longest_request
 from sglang_dflash.errors import Refusal
 from test import inprocess  # loads the plugin
 from test.adapters import write_adapter
@@ -119,9 +119,9 @@ def test_flags_of_a_draft_without_the_algorithm(
 @pytest.mark.parametrize(("page", "needed"), [(1, 64), (256, 256)])
 def test_a_pool_without_room_for_a_request(page: int, needed: int) -> None:
     """The pool is known before the start only if a flag gives it."""
-    assert check_pool(needed, 8, page) == needed - 8
+    assert longest_request(needed, 8, page) == needed - 8
     with pytest.raises(Refusal, match=f"Give --max-total-tokens {needed} or more"):
-        check_pool(needed - 1, 8, page)
+        longest_request(needed - 1, 8, page)
 
 
 def test_aliases_that_differ(target: str, draft: str) -> None:
