@@ -11,10 +11,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # The theme would announce its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo serve test test-full check style hooks docs docs-serve lock bench results clean
+.PHONY: demo watch serve test test-full check style hooks docs docs-serve lock bench load-tools results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
+
+watch: $(READY)  ## the pair with and without DFLASH; 127.0.0.1:$(PORT)/dflash shows its blocks
+	$(BIN)/sglang-dflash serve --compare --port $(PORT) $(FLAGS)
 
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
@@ -50,12 +53,18 @@ bench: $(READY)  ## the sweep in 5 minutes, its table last
 	  --max-tokens 96 --repeats 2 \
 	  --threads $(or $(THREADS),1) --out build/bench.json
 
+load-tools: $(READY)  ## other load tools against one server; they are installed apart
+	$(BIN)/python -m benchmark.load_tools
+
+load-tools: $(READY)  ## other load tools against one server; they are installed apart
+	$(BIN)/python -m benchmark.load_tools
+
 results: $(READY)  ## the full sweep on this machine and its plots; continues where it stopped
 	PYTHON=$(BIN)/python benchmark/results.sh
 
 lock: $(READY)  ## resolve requirements.lock anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-	  --extra dev --extra bench --extra docs pyproject.toml --output-file requirements.lock
+	  --extra sglang --extra dev --extra bench --extra docs pyproject.toml --output-file requirements.lock
 
 $(READY): requirements.lock pyproject.toml
 	@$(or $(PYTHON),false) -c '$(FITS)' || { echo 'Python 3.11 or 3.12 is needed: make PYTHON=...'; exit 1; }

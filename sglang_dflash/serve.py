@@ -6,7 +6,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.launch import Server
+from sglang_dflash.tiny import DRAFT, TARGET, require_weights
+from sglang_dflash.watch.page import WITHOUT
 
 if TYPE_CHECKING:
     from sglang_dflash.platforms import Platform
@@ -22,7 +24,8 @@ def _platform() -> Platform:
 
 
 def flags(dflash: bool = True) -> list[str]:
-    """Flags of SGLang's server."""
+    """Flags of SGLang's server; raises `Refusal` if the pair is not installed."""
+    require_weights()
     given = ["--model-path", str(TARGET), "--log-level", "info", *_platform().pair_flags]
     if dflash:
         given += ["--speculative-algorithm", "DFLASH"]
@@ -38,10 +41,18 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
-def run(port: int, others: list[str]) -> NoReturn:
-    """Become the server. others: further flags of SGLang; they win."""
+def run(port: int, compare: bool, others: list[str]) -> NoReturn:
+    """Become the server.
+
+    compare: serve the target without speculation, too; it ends with this process. others: further
+    flags of SGLang; they win.
+    """
+    added = environment()
+    if compare:
+        print("Starting the server without speculation ...", flush=True)
+        added[WITHOUT] = Server([*flags(dflash=False), "--sleep-on-idle"], added).__enter__().url
     # A grammar may allow blanks without end, and the bundled target then writes them.
     own = ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
     own += ["--constrained-json-disable-any-whitespace"]
     command = [sys.executable, "-m", "sglang.launch_server", *flags(), *own, *others]
-    os.execve(command[0], command, {**os.environ, **environment()})
+    os.execve(command[0], command, {**os.environ, **added})

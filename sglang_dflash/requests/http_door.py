@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
@@ -16,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal, shown
 from sglang_dflash.requests.endpoints import ENDPOINT_CHECKS, Query
-from sglang_dflash.watch.page import page
+from sglang_dflash.watch.page import WITHOUT, page
 
-PAGE = "/dflash"  # it shows blocks
+PAGE = "/dflash"
 DEEPEST = 256  # nested lists and objects of a body
 NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
 # Escaped halves of surrogate pairs without the other half, and text that looks like one.
@@ -36,7 +37,12 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
         return
     app.add_middleware(BodyChecks)
     app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
-    app.add_api_route(PAGE, lambda: HTMLResponse(page()), include_in_schema=False)
+    app.add_api_route(PAGE, show_page, include_in_schema=False)
+
+
+def show_page() -> Response:
+    """The page that shows blocks."""
+    return HTMLResponse(page(without=os.environ.get(WITHOUT)))
 
 
 async def bad_request(request: Request, refusal: Exception) -> Response:

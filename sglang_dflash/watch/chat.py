@@ -68,7 +68,9 @@ class Watched:
 class Chat:
     """A conversation with a server."""
 
-    def __init__(self, url: str, api_key: str | None, thinking: bool, **sampling: Any) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any]
+    ) -> None:
         """sampling: sampling parameters of `/generate`."""
         self._url, self._sampling = url.rstrip("/"), sampling
         self._session = requests.Session()
@@ -118,10 +120,10 @@ def styled(token: Token) -> Text:
     return Text(token.text, style=f"color({HUES[(token.position - 1) % len(HUES)]})")
 
 
-def run(url: str, api_key: str | None, max_tokens: int, temperature: float, thinking: bool) -> int:
+def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any]) -> int:
     """Chat until the end of the input. Returns the exit status."""
     console = Console(highlight=False)
-    chat = Chat(url, api_key, thinking, temperature=temperature, max_new_tokens=max_tokens)
+    chat = Chat(url, api_key, thinking, sampling)
     try:
         served = chat.served()
     except (requests.RequestException, ValueError) as error:

@@ -7,7 +7,10 @@ import threading
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from typing import NoReturn
 
+# The base URL of a server of the same target without speculation, in a server's environment.
+WITHOUT = "DFLASH_WITHOUT"
 CONFIG = '<script type="application/json" id="config">{}</script>'
 
 
@@ -23,7 +26,7 @@ def page(server: str = "", without: str | None = None, api_key: str | None = Non
     return html.replace(CONFIG, CONFIG.replace("{}", config.replace("<", "\\u003c")))
 
 
-def serve(html: str, port: int, browse: bool) -> None:
+def serve(html: str, port: int, browse: bool) -> NoReturn:
     """Serve the page on 127.0.0.1 until Ctrl-C. port: 0 for any free one; browse: open it."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,3 +48,4 @@ def serve(html: str, port: int, browse: bool) -> None:
         if browse:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         http.serve_forever()
+    raise AssertionError("The page is served until an exception ends it.")
