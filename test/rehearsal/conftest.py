@@ -31,7 +31,12 @@ class Rehearsal(pytest.File):
     """A file that is one test."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield OnPretendedDevice.from_parent(self, name="on_a_pretended_device")
+        item: pytest.Item
+        item = OnPretendedDevice.from_parent(self, name="on_a_pretended_device")
+        item.add_marker(pytest.mark.timeout(0))  # it has a limit of its own
+        if marker := re.search(r"^pytestmark = pytest\.mark\.(\w+)$", self.path.read_text(), re.M):
+            item.add_marker(marker[1])
+        yield item
 
 
 class OnPretendedDevice(pytest.Item):

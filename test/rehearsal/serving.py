@@ -29,10 +29,14 @@ Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, to
 
 
 def once_each(ones: list[Any], values: list[Any]) -> list[Any]:
-    """All pairs: every one of `ones` with one value, in turn; the other pairs are `full`."""
-    chosen = list(zip(ones, itertools.cycle(values), strict=False))
+    """All pairs. Every one of `ones` is with one value, in turn; all but the first are `ci`.
+
+    The other pairs are `full`.
+    """
+    first, *further = zip(ones, itertools.cycle(values), strict=False)
+    marks = {first: ()} | dict.fromkeys(further, pytest.mark.ci)
     return [
-        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full)
+        pytest.param(*pair, marks=marks.get(pair, pytest.mark.full))
         for pair in itertools.product(ones, values)
     ]
 

@@ -110,6 +110,7 @@ def test_blocks_of_several_segments(
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
 ) -> None:
+@pytest.mark.ci
     """A block of 20 tokens takes two segments, which the mutation does not compute."""
     monkeypatch.setattr(adapters, "CHUNK", chunk)
     (tmp_path / "target").symlink_to(small / "target")

@@ -183,6 +183,7 @@ def test_adapters(small: Path, tmp_path: Path) -> None:
     assert facts(told[1])["ids"] != facts(told[2])["ids"]
     assert reqs[1].cached_tokens_host >= 80
 
+@pytest.mark.ci
 
 def test_drafts_from_the_targets_pool(
     small: Path, kept: Any, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +195,7 @@ def test_drafts_from_the_targets_pool(
     assert_exact(reqs, answer(small, ASKED))
     assert trace(reqs, drafts) != kept
 
+@pytest.mark.ci
 
 def test_a_prefill_that_does_not_wait(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = "batch.hicache_consumer_index"

@@ -113,6 +113,7 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
     short = Asked(first.ids, N | {"max_new_tokens": 3})
     short.answer = first.answer | {"ids": said[:3]}
     later = Asked(first.ids + said[:3], N | {"max_new_tokens": 5})
+@pytest.mark.ci
     later.answer = first.answer | {"ids": said[3:]}
     turns = {"first": short, "later": later}
     with engine(pair, "triton", cuda_graph_bs=[4], max_mamba_cache_size=16) as run:

@@ -13,6 +13,8 @@ from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import Asked, answer, engine, serve, write_hybrid_pair
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 N = {"max_new_tokens": 8, "ignore_eos": True}
 
 

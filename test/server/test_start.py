@@ -48,6 +48,7 @@ def expected(reference: Client) -> list[list[int]]:
     return [reference.generate(prompt)["output_ids"] for prompt in PROMPTS]
 
 
+@pytest.mark.ci
 def test_sglang_serve(expected: list[list[int]]) -> None:
     """Our worker answers, with no further flag and no environment variable; KV is bounded."""
     unset = [f"--unset={name}" for name in set(os.environ) - set(clean_environment())]

@@ -108,7 +108,7 @@ def served(engine: InProcess, forced: Forced, answers: list[dict[str, Any]]) -> 
 KINDS: list[dict[str, Any]] = [
     {},
     {"width": "3", "page_size": 16, "chunked_prefill_size": 16, "ahead": "on"},
-    {"width": "full", "ahead": "on", "max_loras_per_batch": 2},
+    pytest.param({"width": "full", "ahead": "on", "max_loras_per_batch": 2}, marks=pytest.mark.ci),
 ]
 
 
@@ -125,6 +125,7 @@ def test_equals_target(
     if "width" in kind:
         monkeypatch.setenv(VERIFY_WIDTH, kind.pop("width"))
     monkeypatch.setenv(DRAFT_AHEAD, kind.pop("ahead", "off"))
+@pytest.mark.ci
     with InProcess(target, draft, **flags(folder) | kind) as engine:
         reqs = served(engine, forced_at_random(engine), answers)
     assert_equal(reqs, answers)

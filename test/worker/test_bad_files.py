@@ -77,6 +77,7 @@ def test_a_broken_draft_is_refused(target: str, tmp_path: Path, breaking: Breaki
     assert "fetch" in message.lower() or "give" in message.lower()
 
 
+@pytest.mark.ci  # test_refusals.py shows it with another refusal
 def test_the_command_ends_with_one_line(target: str, tmp_path: Path) -> None:
     """Status 1 and no traceback: nothing is loaded."""
     not_a_number(tmp_path / "draft")

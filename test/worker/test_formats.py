@@ -130,7 +130,7 @@ NOISE = 1e-2
 @pytest.mark.parametrize(
     ("page", "cases", "apart"),
     [
-        (16, SOME, ["DFlash 2", "Domino"]),
+        pytest.param(16, SOME, ["DFlash 2", "Domino"], marks=pytest.mark.ci),
         pytest.param(16, list(CASES), [], marks=pytest.mark.full),
         pytest.param(1, list(CASES), APART, marks=pytest.mark.full),
     ],

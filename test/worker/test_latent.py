@@ -147,6 +147,7 @@ def test_transformers_says_the_same(pair: Pair) -> None:
 
 def test_retraction(pair: Pair) -> None:
     flags: dict[str, Any] = {"max_total_tokens": 224, "schedule_conservativeness": 0.01}
+@pytest.mark.ci
     with InProcess(pair.target, pair.draft, **SEEDED, **flags) as engine:
         update = engine.scheduler.update_running_batch
         retracted: list[Any] = []

@@ -101,7 +101,11 @@ def apart(one: Said, other: Said) -> float:
 
 
 @pytest.mark.parametrize(
-    "classes", [SOME, pytest.param(list(CLASSES), marks=pytest.mark.full)], ids=["some", "all"]
+    "classes",
+    [
+        pytest.param(SOME, marks=pytest.mark.ci, id="some"),
+        pytest.param(list(CLASSES), marks=pytest.mark.full, id="all"),
+    ],
 )
 def test_features_of_two_ranks(tmp_path: Path, classes: list[str]) -> None:
     """Tokens, and the features of every forward, are those of one rank. SGLang's flag is refused.
