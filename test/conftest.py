@@ -54,5 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared_server(nodeid: str) -> str | None:
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
     """The name of the server that a test shares with others."""
     return next((name for name in SERVERS if nodeid.endswith((f"[{name}]", f"-{name}]"))), None)
