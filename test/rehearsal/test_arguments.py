@@ -15,11 +15,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import draft_worker, platforms
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, Options
+from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import small_draft
 from test.rehearsal.targets import KINDS, write_kind
-from test.worker.test_refusals import arguments
 
 DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 

@@ -28,8 +28,8 @@ from test.rehearsal.serving import (
     served,
     small_draft,
 )
+from test.targets import write_modelopt
 from test.worker.conftest import prompt
-from test.worker.test_fp8_kv import write_modelopt
 
 PAIRS = [
     ("fa3", "fp8_e4m3", 1),

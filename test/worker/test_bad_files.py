@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang_dflash.errors import Refusal
+from test.arguments import arguments, launch, refused
 from test.checkpoints import draft_config, draft_weights, write_draft
-from test.worker.test_refusals import arguments, launch, refused
 
 
 def sound(folder: Path) -> Path:

@@ -20,8 +20,8 @@ from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.ranks import on_two_ranks
+from test.targets import write
 from test.worker.conftest import prompt
-from test.worker.test_targets import write
 
 IDS = prompt(3, 24)
 LAYER_IDS = [0, 1, 2]  # behind the last layer there is a norm, which makes it whole
