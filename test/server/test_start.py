@@ -210,7 +210,7 @@ def test_half_a_plugin_refuses_nothing_else(
 
 
 def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NGRAM is past our guard where DFLASH is not: what stops it on a CPU is SGLang's own check."""
+    """Our guard refuses DFLASH alone. SGLang's own check then refuses NGRAM on a CPU."""
     monkeypatch.setattr(plugin, "missing_parts", lambda: ["no hook on it"])
     arguments = {"model_path": str(TARGET), "device": "cpu"}
     with pytest.raises(Refusal, match="no hook on it"):
