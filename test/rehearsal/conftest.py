@@ -50,7 +50,8 @@ class OnPretendedDevice(pytest.Item):
             expression = self.config.getoption("markexpr")
             process = _server().Process(target=_run, args=(str(self.path), expression, str(output)))
             process.start()
-            minutes = 10 if "not full" in expression else 60
+            # More than one of its tests has, so that a test that hangs shows its stack.
+            minutes = 15 if "not full" in expression else 90
             process.join(60 * minutes)
             late = f"not finished in {minutes} minutes" if process.is_alive() else ""
             process.kill()
