@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The theme would announce its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo watch serve test test-full check style hooks docs docs-serve lock bench load-tools results clean
+.PHONY: demo watch serve test test-ci test-full check style hooks docs docs-serve lock bench load-tools results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -22,9 +22,12 @@ watch: $(READY)  ## the pair with and without DFLASH; 127.0.0.1:$(PORT)/dflash s
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
-test: $(READY)  ## the CI set, about 12 minutes on 2 cores
-	$(BIN)/python -m pytest test -m "not full" --numprocesses 2 --dist loadscope \
-	  --no-loadscope-reorder --durations 15
+PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 15
+test: $(READY)  ## about 9 minutes on 2 cores
+	$(BIN)/python -m pytest test -m "not full and not ci" $(PARALLEL)
+
+test-ci: $(READY)  ## the CI set: also the controls and the rarer combinations
+	$(BIN)/python -m pytest test -m "not full" $(PARALLEL)
 
 test-full: $(READY)  ## all combinations, by hand; continues from a test that failed
 	$(BIN)/python -m pytest test --stepwise

@@ -169,7 +169,8 @@ class Sweep:
         lacking = [n for n in self._names if not all(self._results.has(p, n) for p in todo)]
         names = [name for name in lacking if name not in self._given]
         sides = [make_side(name, args, args.simulate_accept_length) for name in names]
-        for together in [[side] for side in sides] if args.apart and sides else [sides]:
+        groups = [[side] for side in sides] if args.apart and sides else [sides]
+        for together in groups:
             started = ", ".join(side.name for side in together)
             self._console.print(f"Starting {started or 'nothing'}: {_shown(axes)}", highlight=False)
             with serving(together, failed) as servers:

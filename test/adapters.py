@@ -1,10 +1,11 @@
-"""Writes small random LoRA adapters."""
+"""Small random LoRA adapters."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,6 +32,12 @@ def _projections(target: Path) -> dict[tuple[int, str], list[int]]:
                 place = int(found[1]), name
                 shapes[place] = [out + shapes.get(place, [0])[0], into]
     return shapes
+
+
+def adapter_id(engine: Any, name: str | None) -> str | None:
+    """The id under which SGLang's HTTP side sends this adapter to an engine's scheduler."""
+    known = engine.scheduler.tp_worker.model_runner.lora_manager.lora_refs
+    return next((ref.lora_id for ref in known.values() if ref.lora_name == name), None)
 
 
 def write_adapter(

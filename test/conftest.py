@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from test.servers import SERVERS
@@ -18,6 +19,9 @@ if not torch.cuda.is_available() and "DFLASH_REHEARSAL" not in os.environ:
 # On a CPU the first target of a process decides, and hybrid targets are compared in fp32.
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
 os.environ["SGLANG_DFLASH_VERIFY_WIDTH"] = "full"  # tests count accepted drafts, unless they set it
+
+settings.register_profile("any machine", deadline=None)  # its speed is no matter of a test
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     First of all plugins: `--stepwise` drops what it finds before the test that failed last.
     """
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
     items.sort(key=lambda item: shared_server(item.nodeid) or "~")  # no server is named so
 
 

@@ -12,6 +12,7 @@ import torch
 from test.checkpoints import (
     HIDDEN,
     INNER,
+    LAYERS,
     MASK,
     STATE,
     VOCAB,
@@ -53,26 +54,20 @@ Case: TypeAlias = tuple[dict[str, Any], dict[str, Any], Semantics]  # config, we
 
 def zlab(**changes: Any) -> Case:
     config = draft_config(**changes)
-    return config, draft_weights(config), Semantics.of_zlab({**draft_config(), **config})
+    return config, draft_weights(config), Semantics.of_zlab(config)
 
 
 def with_rope(parameters: dict[str, Any], how: str) -> Case:
     """The same RoPE in each of the places where publishers put it."""
-    theta = parameters["rope_theta"]
-    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
-    changes = {
-        "rope_parameters": {"rope_parameters": parameters, "rope_theta": None},
-        "rope_scaling": {"rope_theta": theta, "rope_scaling": scaling},
-        "type": {
-            "rope_theta": theta,
-            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in scaling.items()},
-        },
-    }[how]
-    config, weights, semantics = zlab(
-        **changes | {"rope_theta": changes.get("rope_theta") or theta}
-    )
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    config, weights, semantics = zlab()
+    config["rope_theta"] = parameters["rope_theta"]
     if how == "rope_parameters":
-        config["rope_theta"] = None
+        config |= {"rope_theta": None, "rope_parameters": parameters}
+    elif how == "rope_scaling":
+        config["rope_scaling"] = scaling
+    elif how == "type":  # its older name
+        config["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
     return config, weights, replace(semantics, rope=[parameters] * 2)
 
 
@@ -215,9 +210,10 @@ def speculators_last_layer() -> Case:
 
 
 def default_ids() -> Case:
-    config, weights, semantics = zlab(num_hidden_layers=2)
-    del config["dflash_config"]["target_layer_ids"]
-    return config, weights, replace(semantics, hidden_state_ids=[2, 2])
+    """A draft of one layer that does not name its target layer, which is the middle one."""
+    case = zlab(num_hidden_layers=1, dflash_config={"target_layer_ids": [LAYERS // 2]})
+    del case[0]["dflash_config"]["target_layer_ids"]
+    return case
 
 
 def deepspec(kind: str, with_row: bool = True) -> Case:
@@ -234,9 +230,7 @@ def deepspec(kind: str, with_row: bool = True) -> Case:
         "confidence_head_with_markov": with_row,
     }
     weights |= head_weights(kind, with_row=with_row)
-    reads = "hidden and row" if with_row else "hidden"
-    heads: dict[str, Any] = {"markov": kind, "confidence": reads, "sample_from_anchor": True}
-    return config, weights, replace(semantics, **heads)
+    return config, weights, replace(semantics, markov=kind, sample_from_anchor=True)
 
 
 def dspark_of_specforge(kind: str, from_anchor: bool) -> Case:
@@ -256,12 +250,12 @@ def dspark_of_specforge(kind: str, from_anchor: bool) -> Case:
         | ({} if from_anchor else {"sample_from_anchor": False}),
     )
     weights |= {f"logit_head.{name}": w for name, w in head_weights(kind).items()}
-    heads: dict[str, Any] = {
-        "markov": kind,
-        "confidence": "hidden and row",
-        "sample_from_anchor": from_anchor,
-    }
-    return config, weights, replace(semantics, **heads, logit_multiplier=0.5, logit_cap=4.0)
+    reading: dict[str, Any] = {"logit_multiplier": 0.5, "logit_cap": 4.0}
+    return (
+        config,
+        weights,
+        replace(semantics, markov=kind, sample_from_anchor=from_anchor, **reading),
+    )
 
 
 def dspark_of_speculators(kind: str, from_anchor: bool, draft_vocab: int = VOCAB) -> Case:
@@ -275,12 +269,7 @@ def dspark_of_speculators(kind: str, from_anchor: bool, draft_vocab: int = VOCAB
         sample_from_anchor=from_anchor,
     )
     weights |= head_weights(kind, columns=draft_vocab)
-    heads: dict[str, Any] = {
-        "markov": kind,
-        "confidence": "hidden and row",
-        "sample_from_anchor": from_anchor,
-    }
-    return config, weights, replace(semantics, **heads)
+    return config, weights, replace(semantics, markov=kind, sample_from_anchor=from_anchor)
 
 
 def larger_vocabulary() -> Case:
@@ -300,11 +289,7 @@ def without_markov(confident: bool) -> Case:
     config |= {"markov_rank": 0, "enable_confidence_head": confident}
     dropped = "markov_head" if confident else ("markov_head", "confidence_head")
     weights = {k: v for k, v in weights.items() if not k.startswith(dropped)}
-    return (
-        config,
-        weights,
-        replace(semantics, markov=None, confidence="hidden" if confident else None),
-    )
+    return config, weights, replace(semantics, markov=None)
 
 
 def domino(prefix: str = "", **stated: Any) -> Case:
@@ -418,6 +403,7 @@ def dflash2_of_speculators(from_anchor: bool = False) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "zlab": zlab,
+    "zlab default target layer": default_ids,
     "zlab model. prefix": prefixed,
     "zlab sliding": sliding_zlab,
     "zlab sliding not causal": lambda: sliding_zlab(causal=False),

@@ -27,11 +27,12 @@ class Bounds:
 
 
 FP32_KV = Bounds(LOGPROB_BOUND, HIDDEN_STATE_BOUND)
-# If KV is stored in fewer bits than fp32, rounding can move a value of K or V to the next one that
-# can be stored. It is up to 12 % away in e4m3, and up to 25 % in e5m2.
-ROUNDED_KV = Bounds(logprob=3e-2, hidden_state=0.3)
-
-
-def logprob_bound(temperature: float) -> float:
-    """Sampling divides logits, and so their errors, by the temperature; greedy does not."""
-    return LOGPROB_BOUND / min(1.0, temperature or 1.0)
+# If KV is stored in fewer bits than fp32, the rounding error of a computation can move a value of K
+# or V to the next one that can be stored: up to 12 % away in e4m3, and up to 25 % in e5m2.
+ROUNDED_KV = Bounds(logprob=3e-2, hidden_state=0.3)  # chosen, not derived
+# Of a logprob of the first token, between scales of FP8 KV that are powers of two. They round alike
+# but for the smallest values.
+SCALED_KV_LOGPROB = 0.1  # chosen, not derived
+SCALED_KV_LARGEST = 0.3  # of the largest stored value, relative: the tokens differ; chosen, too
+# Between the two largest logits of a bf16 target: four of their units, which are 0.125 at 16.
+NEAR_TIE = 0.5  # chosen, not derived

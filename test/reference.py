@@ -5,7 +5,6 @@ No KV cache: every call recomputes the whole context from the target's hidden st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,6 @@ class Semantics:
     logit_cap: float | None = None
     columns: int | None = None  # of the logits that may be drafted; None: all
     markov: str | None = None  # kind of the Markov head
-    confidence: str | None = None  # what its head reads: "hidden" or "hidden and row"
     domino: Domino | None = None
     convolved: int | None = None  # channels that share a kernel
     candidates: int | None = None  # of each position, for the selector
@@ -127,19 +125,6 @@ def draft_block(
 
     Context tokens before position `first` are not seen.
     """
-    return draft_and_weigh(target, semantics, weights, ids, width, first)[0]
-
-
-@torch.no_grad()
-def draft_and_weigh(
-    target: PreTrainedModel,
-    semantics: Semantics,
-    weights: dict[str, Tensor],
-    ids: list[int],
-    width: int | None = None,
-    first: int = 0,
-) -> tuple[list[int], list[float]]:
-    """The drafts of `draft_block`, and what their confidence head or selector says of each."""
     n, s = width or semantics.block_size, semantics
     context, anchor = ids[:-1], ids[-1]
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
@@ -158,24 +143,19 @@ def draft_and_weigh(
     if s.logit_cap is not None:
         base = (base / s.logit_cap).tanh() * s.logit_cap
     if s.domino is not None:
-        return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, ids), []
+        return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, ids)
     token, state = anchor, torch.zeros(0)
-    tokens, confidences = [], []
+    tokens = []
     for i in range(n):
-        bias, row, state = _markov(s, weights, h[i], token, state)
+        bias, state = _markov(s, weights, h[i], token, state)
         if i == 0 and not s.sample_from_anchor:
             continue
         draft = int((base[i] + bias)[: s.columns].argmax())
         if s.candidates is not None:
-            draft, weight = _selected(s, weights, h[i], base[i], token)
-            confidences.append(weight)
+            draft = _selected(s, weights, h[i], base[i], token)
         token = draft + int(weights["d2t"][draft]) if "d2t" in weights else draft
         tokens.append(token)
-        if s.confidence is not None:
-            inputs = torch.cat([h[i], row]) if s.confidence == "hidden and row" else h[i]
-            of = weights["confidence_head.proj.weight"], weights["confidence_head.proj.bias"]
-            confidences.append(float((of[0] @ inputs + of[1]).sigmoid()))
-    return tokens, confidences
+    return tokens
 
 
 def _domino(
@@ -205,8 +185,8 @@ def _domino(
 
 def _selected(
     s: Semantics, weights: dict[str, Tensor], hidden: Tensor, logits: Tensor, before: int
-) -> tuple[int, float]:
-    """DFlash 2's rule: the best of the likeliest tokens behind `before`, and its share of them."""
+) -> int:
+    """DFlash 2's rule: the best of the likeliest tokens behind `before`."""
     prefix = "candidate_selector."
     w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     w = {k.replace("codebook.weight", "codebook"): v for k, v in w.items()}
@@ -217,8 +197,8 @@ def _selected(
         product = row * w["successor_codebook"][token]
         edge = (product * gate).sum() if s.edges_read_hidden else product.sum()
         scores[token] = float(logits[token] + edge)
-    best = max(scores, key=lambda token: scores[token])
-    return best, 1 / sum(math.exp(score - scores[best]) for score in scores.values())
+    best: int = max(scores, key=lambda token: scores[token])
+    return best
 
 
 def _convolved(s: Semantics, x: Tensor, base: Tensor, of_hidden: Tensor) -> Tensor:
@@ -237,10 +217,10 @@ def _convolved(s: Semantics, x: Tensor, base: Tensor, of_hidden: Tensor) -> Tens
 
 def _markov(
     s: Semantics, weights: dict[str, Tensor], hidden: Tensor, token: int, state: Tensor
-) -> tuple[Tensor | float, Tensor, Tensor]:
-    """DeepSpec's rule: the bias of the logits behind `token`, its row of W1, and the next state."""
+) -> tuple[Tensor | float, Tensor]:
+    """DeepSpec's rule: the bias of the logits behind `token`, and the next state."""
     if s.markov is None:
-        return 0.0, state, state
+        return 0.0, state
     w = {k.split(".", 1)[1]: v for k, v in weights.items() if k.startswith("markov_head.")}
     row = w["markov_w1.weight"][token]
     latent = row
@@ -253,7 +233,7 @@ def _markov(
         gate, candidate, output = joint.chunk(3)
         state = gate.sigmoid() * old + (1 - gate.sigmoid()) * candidate.tanh()
         latent = output.tanh()
-    return w["markov_w2.weight"] @ latent, row, state
+    return w["markov_w2.weight"] @ latent, state
 
 
 def _layer(

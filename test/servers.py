@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,15 @@ class Client:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def stream(self, prompt: str, **sampling: Any) -> Iterator[dict[str, Any]]:
+        """The growing answer to a /generate request. After the first one, the request runs."""
+        body = {"text": prompt, "stream": True, "sampling_params": {"temperature": 0, **sampling}}
+        url = f"{self.url}/generate"
+        with requests.post(url, json=body, timeout=300, stream=True) as response:
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
     def generate_many(self, prompts: list[Any], **options: Any) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
@@ -157,7 +167,10 @@ def running(
     environment: dict[str, str] | None = None,
     family: str | None = None,
 ) -> Iterator[Client]:
-    """A server that is alive at the end, or the test fails with its log."""
+    """A server that is alive when the block is left, or the error shows the end of its log.
+
+    Of a server that is a fixture, `test/server/conftest.py` shows it: a fixture gets no exception.
+    """
     arguments = [*COMMON, *(DFLASH if dflash else REFERENCE), *flags]
     given = {**os.environ, **STRICT, **(environment or {})}
     with (

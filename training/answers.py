@@ -109,7 +109,7 @@ class _Asker:
 
 
 def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
-    """`count` training prompts answered by the target, as JSON lines of token ids."""
+    """At least `count` training prompts answered by the target, as JSON lines of token ids."""
     path = work / "answers.jsonl"
     done = path.read_text().count("\n") if path.exists() else 0
     rng = random.Random(10_000 + done)
@@ -122,9 +122,13 @@ def write_answers(work: Path, count: int, device: str, batch: int = 96) -> None:
         while done < count:
             kind = rng.choices(("word", "json", "code"), (0.35, 0.15, 0.5))[0]
             prompts, answers = asker.code() if kind == "code" else asker.chats(draws[kind])
-            for prompt, answer in zip(prompts, answers, strict=True):
-                if answer is not None:
-                    file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+            pairs = zip(prompts, answers, strict=True)
+            found = [
+                {"prompt": prompt, "answer": answer}
+                for prompt, answer in pairs
+                if answer is not None
+            ]
+            file.writelines(json.dumps(one) + "\n" for one in found)
             file.flush()
-            done += batch
-            bar.update(batch)
+            done += len(found)
+            bar.update(len(found))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from training.draft_model import Draft
+from training.export import write_checkpoint
 from training.run import Run
 from training.shapes import DRAFT_CONFIG, IM_START
 from training.target import features_of, load_target
@@ -66,7 +66,9 @@ def train_draft(
         loss, accepted = loss_of(draft, head, embed, *tensors, size)
         run.step(loss)
         bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
-    _save(draft, work / "draft")
+    state = draft.state_dict()
+    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in state.items()}
+    write_checkpoint(work / "draft", DRAFT_CONFIG, weights)
 
 
 @torch.no_grad()
@@ -153,11 +155,3 @@ def position_weights(loss: Tensor, valid: Tensor) -> Tensor:
     behind = survival.flip(-1).cumsum(-1).flip(-1)
     worth = behind / (1 + survival.sum(-1, keepdim=True)) ** 2 * valid
     return 0.5 * (decaying / decaying.sum() + worth / worth.sum())
-
-
-def _save(draft: Draft, out: Path) -> None:
-    """Write the draft in z-lab's format, bfloat16."""
-    out.mkdir(exist_ok=True)
-    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in draft.state_dict().items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(DRAFT_CONFIG, indent=2) + "\n")

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
+from test.servers import chat
 
 # A dry run on a CPU shows that a test itself works: in fp32, with the one backend of a CPU.
 DRY_RUN = "DFLASH_DRY_RUN" in os.environ and not torch.cuda.is_available()
@@ -24,13 +25,12 @@ ON_GPU = [
 ]
 TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
 N = {"max_new_tokens": 96, "ignore_eos": True}
-CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def prompts(count: int) -> list[list[int]]:
     """Held-out word problems as chat prompts."""
     examples = held_out("word", count, seed=4)
-    return [TOKENIZER.encode(CHAT.format(example.prompt)) for example in examples]
+    return [TOKENIZER.encode(chat(example.prompt)) for example in examples]
 
 
 def engine(draft: bool = True, **flags: Any) -> InProcess:
@@ -44,9 +44,6 @@ def engine(draft: bool = True, **flags: Any) -> InProcess:
     if DRY_RUN:
         flags |= {"attention_backend": None, "dtype": "float32"}
     return InProcess(str(TARGET), str(DRAFT) if draft else None, **flags)
-
-
-NEAR_TIE = 0.5  # between two logits of bf16, whose unit at 16 is 0.125
 
 
 class Margins:

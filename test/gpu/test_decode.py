@@ -19,7 +19,6 @@ from sglang_dflash.kernels.page_tables import fill_tables
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.gpu.conftest import (
     DRY_RUN,
-    NEAR_TIE,
     ON_GPU,
     Margins,
     N,
@@ -30,6 +29,7 @@ from test.gpu.conftest import (
     together,
 )
 from test.inprocess import InProcess
+from test.precision import NEAR_TIE
 from test.worker.conftest import verify_parts
 
 pytestmark = ON_GPU

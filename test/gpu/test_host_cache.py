@@ -1,4 +1,4 @@
-"""The hierarchical cache on a GPU: a prefix from host memory is drafted from as one that stayed."""
+"""SGLang's hierarchical cache on a GPU: drafts behind a prefix from host memory are the same."""
 
 from __future__ import annotations
 

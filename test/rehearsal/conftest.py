@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -28,10 +29,18 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Collec
 
 
 class Rehearsal(pytest.File):
-    """A file that is one test."""
+    """A file that is one test. It has the marker of a file whose tests all have it.
+
+    No other file may be without a test: pytest's exit code 5 is a failure.
+    """
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield OnPretendedDevice.from_parent(self, name="on_a_pretended_device")
+        item: pytest.Item
+        item = OnPretendedDevice.from_parent(self, name="on_a_pretended_device")
+        item.add_marker(pytest.mark.timeout(0))  # it has a limit of its own
+        if marker := re.search(r"^pytestmark = pytest\.mark\.(\w+)$", self.path.read_text(), re.M):
+            item.add_marker(marker[1])
+        yield item
 
 
 class OnPretendedDevice(pytest.Item):
@@ -41,10 +50,15 @@ class OnPretendedDevice(pytest.Item):
             expression = self.config.getoption("markexpr")
             process = _server().Process(target=_run, args=(str(self.path), expression, str(output)))
             process.start()
+            # More than one of its tests has, so that a test that hangs shows its stack.
+            minutes = 15 if "not full" in expression else 90
+            process.join(60 * minutes)
+            late = f"not finished in {minutes} minutes" if process.is_alive() else ""
+            process.kill()
             process.join()
             shown = output.read_text(errors="replace") if output.exists() else ""
-        if process.exitcode != 0 or "skipped" in shown:
-            raise AssertionError(f"{shown[-25_000:]}\nexit code {process.exitcode}")
+        if late or process.exitcode != 0 or "skipped" in shown:
+            raise AssertionError(f"{shown[-25_000:]}\n{late or f'exit code {process.exitcode}'}")
         print(shown)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:

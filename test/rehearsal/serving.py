@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from test.adapters import adapter_id
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.reference import Semantics, draft_block
+from test.targets import write
 from test.worker.conftest import facts, prompt
-from test.worker.test_targets import write
 
 SHARED = prompt(900, 36)  # a common prefix of several prompts, a little over two pages
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -25,14 +26,23 @@ N = {"max_new_tokens": 16, "ignore_eos": True}
 
 CERTAIN = {"temperature": 0.9, "top_k": 1}  # drawn, but from one token only
 GRAMMAR = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 12}
+AT_INTERVALS: dict[str, Any] = {
+    "mamba_scheduler_strategy": "extra_buffer",
+    "mamba_track_interval": 8,
+    "max_mamba_cache_size": 32,
+}
 Drafts = list[tuple[str, int, list[int]]]  # request, position of the anchor, tokens
 
 
 def once_each(ones: list[Any], values: list[Any]) -> list[Any]:
-    """All pairs: every one of `ones` with one value, in turn; the other pairs are `full`."""
-    chosen = list(zip(ones, itertools.cycle(values), strict=False))
+    """All pairs. Every one of `ones` is with one value, in turn; all but the first are `ci`.
+
+    The other pairs are `full`.
+    """
+    first, *further = zip(ones, itertools.cycle(values), strict=False)
+    marks = {first: ()} | dict.fromkeys(further, pytest.mark.ci)
     return [
-        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full)
+        pytest.param(*pair, marks=marks.get(pair, pytest.mark.full))
         for pair in itertools.product(ones, values)
     ]
 
@@ -68,6 +78,11 @@ def engine(folder: Path, backend: str | None, draft: bool = True, **flags: Any) 
         "context_length": 256,
     } | flags
     return InProcess(str(folder / "target"), str(folder / "draft") if draft else None, **flags)
+
+
+def add(run: InProcess, adapter: str | None, asked: Asked) -> Any:
+    """Hand a request to a scheduler, with an adapter or without one."""
+    return run.add(asked.ids, lora_id=adapter_id(run, adapter), **asked.options)
 
 
 def all_kinds() -> dict[str, Asked]:

@@ -12,7 +12,7 @@ import transformers
 
 from test.checkpoints import HIDDEN, LAYERS, VOCAB, write_tokenizer
 from test.rehearsal.serving import HEADS
-from test.worker.test_targets import GDN, GEMMA_ROPE, MANY_EXPERTS
+from test.targets import GDN, GEMMA_ROPE, MANY_EXPERTS
 
 SIZES = HEADS | {
     "vocab_size": VOCAB,

@@ -11,8 +11,7 @@ from sglang_dflash import adapters
 from sglang_dflash.options import VERIFY_WIDTH
 from test.adapters import write_adapter
 from test.checkpoints import write_draft
-from test.inprocess import InProcess
-from test.rehearsal.serving import Asked, N, engine, forced, small_draft, write_hybrid_pair
+from test.rehearsal.serving import Asked, N, add, engine, forced, small_draft, write_hybrid_pair
 from test.worker.conftest import facts, prompt
 
 FEW = N | {"max_new_tokens": 10}
@@ -27,12 +26,6 @@ def flags(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     write_adapter(folder / "head", target, rank=8, seed=2, vocabulary=("lm_head",))
     paths = [f"{name}={folder / name}" for name in ("wide", "narrow", "head")]
     return {"lora_paths": paths, "max_loras_per_batch": 4}
-
-
-def add(run: InProcess, name: str | None, asked: Asked) -> Any:
-    known = run.scheduler.tp_worker.model_runner.lora_manager.lora_refs.values()
-    found = [ref.lora_id for ref in known if ref.lora_name == name]
-    return run.add(asked.ids, lora_id=found[0] if found else None, **asked.options)
 
 
 Asks = list[tuple[str | None, Asked]]  # adapter and request
@@ -117,6 +110,7 @@ def test_blocks_of_several_segments(
     assert right(tmp_path, asked, **flags, lora_backend="csgmv") == (chunk == 16)
 
 
+@pytest.mark.ci
 def test_segments_of_a_capture_are_too_few(
     small: Path,
     flags: dict[str, Any],

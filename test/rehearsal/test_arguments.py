@@ -15,11 +15,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import draft_worker, platforms
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, Options
+from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import small_draft
 from test.rehearsal.targets import KINDS, write_kind
-from test.worker.test_refusals import arguments
 
 DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 
@@ -506,6 +506,7 @@ ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("argument", ARGUMENT_MUTATIONS)
 def test_a_wrong_argument_is_seen(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
@@ -532,6 +533,7 @@ MISSING_REFUSALS = [  # the refusal's number in REFUSED_KV, and the mutation
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("number", "function", "old", "new"), MISSING_REFUSALS)
 def test_a_missing_refusal_of_kv_is_seen(
     draft: str,
@@ -549,6 +551,7 @@ def test_a_missing_refusal_of_kv_is_seen(
         check_refusal(words, target, draft, **given)
 
 
+@pytest.mark.ci
 def test_a_missing_refusal_is_seen(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

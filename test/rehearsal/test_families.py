@@ -101,6 +101,7 @@ def served_family(
     return served(folder, asked, backend, cuda_graph_bs=[4], **flags)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("backend", "kind"), once_each(BACKENDS, ["vanilla", "gated", "rnn"]))
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
 def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int) -> None:
@@ -110,6 +111,7 @@ def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "page"), only(("triton", 16), itertools.product(BACKENDS, [1, 16]))
 )

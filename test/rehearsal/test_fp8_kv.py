@@ -28,8 +28,8 @@ from test.rehearsal.serving import (
     served,
     small_draft,
 )
+from test.targets import write_modelopt
 from test.worker.conftest import prompt
-from test.worker.test_fp8_kv import write_modelopt
 
 PAIRS = [
     ("fa3", "fp8_e4m3", 1),
@@ -62,6 +62,7 @@ def test_all_kinds_of_requests(small: Path, backend: str, kv: str, page: int) ->
     assert reqs["greedy"].spec_verify_ct < 12
 
 
+@pytest.mark.ci
 def test_a_draft_with_kv_in_fp8_is_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft takes over the flag of the target."""
     mutate(monkeypatch, "draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass")
@@ -112,6 +113,7 @@ def test_scales_that_a_backend_gets_wrong(scaled: Path) -> None:
     check_refused(scaled, MULTIPLIED, "triton", kv_cache_dtype="bfloat16")
 
 
+@pytest.mark.ci
 def test_scales_that_are_not_seen(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the loaded target is not asked for them."""
     mutate(monkeypatch, "target_kv:_has_scales", "isinstance(layer, RadixAttention)", "False")

@@ -17,8 +17,7 @@ from test.adapters import write_adapter
 from test.inprocess import InProcess
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import mutate
-from test.rehearsal.serving import Asked, answer, assert_drafts, assert_exact, engine, recorded
-from test.rehearsal.test_adapters import add
+from test.rehearsal.serving import Asked, add, answer, assert_drafts, assert_exact, engine, recorded
 from test.worker.conftest import facts, prompt
 
 PREFIX = prompt(970, 96)
@@ -184,6 +183,7 @@ def test_adapters(small: Path, tmp_path: Path) -> None:
     assert reqs[1].cached_tokens_host >= 80
 
 
+@pytest.mark.ci
 def test_drafts_from_the_targets_pool(
     small: Path, kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +195,7 @@ def test_drafts_from_the_targets_pool(
     assert trace(reqs, drafts) != kept
 
 
+@pytest.mark.ci
 def test_a_prefill_that_does_not_wait(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = "batch.hicache_consumer_index"
     mutate(monkeypatch, "runtime.prefill:Prefill.run", index, "-1")

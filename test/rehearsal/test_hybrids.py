@@ -32,8 +32,15 @@ from sglang_dflash.runtime.recurrent_states import RecurrentStates
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
-from test.rehearsal.serving import Asked, answer, assert_exact, engine, serve, write_hybrid_pair
-from test.rehearsal.test_states_at_intervals import AT_INTERVALS
+from test.rehearsal.serving import (
+    AT_INTERVALS,
+    Asked,
+    answer,
+    assert_exact,
+    engine,
+    serve,
+    write_hybrid_pair,
+)
 from test.worker.conftest import prompt
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
@@ -106,6 +113,7 @@ def test_two_backends(
     check(pair, asked, None, speculative_attention_mode=verify, **backends)
 
 
+@pytest.mark.ci
 def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
     """The radix cache takes over the state of a request that ended inside its accepted drafts."""
     first = asked["1"]

@@ -19,8 +19,8 @@ from test.checkpoints import LAYERS, write_draft
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import SHARED, Asked, N, answer, assert_drafts, served, small_draft
+from test.targets import TARGETS, write
 from test.worker.conftest import prompt
-from test.worker.test_targets import TARGETS, write
 
 KIND = "DeepseekV3ForCausalLM"
 DENSE = {"first_k_dense_replace": LAYERS, "kv_lora_rank": 64, "qk_nope_head_dim": 32}

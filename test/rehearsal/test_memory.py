@@ -154,6 +154,7 @@ def test_kv_in_fp8(meter: Meter, pairs: dict[str, Path], kind: str) -> None:
         check_pools(run, kind, bits=8)
 
 
+@pytest.mark.ci
 def test_a_draft_counted_in_fp8_is_seen(
     meter: Meter, pairs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_draft_counted_in_fp8_is_seen(
         check_pools(run, "dense", bits=8)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "function", "old", "new"),
     [
@@ -272,6 +274,7 @@ def test_nothing_is_held_twice(meter: Meter, pairs: dict[str, Path]) -> None:
         check_weights(run, pairs["dense"], meter.read())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("seen", "function", "old", "new"),
     [
@@ -332,6 +335,7 @@ def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Pa
         check_buffers(run, [BLOCK + 1, BLOCK])
 
 
+@pytest.mark.ci
 def test_buffers_that_are_not_shared_are_seen(
     meter: Meter, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

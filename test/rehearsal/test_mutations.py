@@ -22,6 +22,8 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 WORKER = "runtime.worker:DFlashWorker."
 AHEAD = "runtime.draft_ahead:DraftAhead.after_verify"
 WRONG = (AssertionError, RuntimeError, IndexError)

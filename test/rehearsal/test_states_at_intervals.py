@@ -10,8 +10,10 @@ import pytest
 from sglang_dflash.options import VERIFY_WIDTH
 from test.forced import Forced, put_drafter
 from test.rehearsal.mutation import Change, mutate
-from test.rehearsal.serving import Asked, answer, engine, serve, write_hybrid_pair
+from test.rehearsal.serving import AT_INTERVALS, Asked, answer, engine, serve, write_hybrid_pair
 from test.worker.conftest import prompt
+
+pytestmark = pytest.mark.ci
 
 N = {"max_new_tokens": 8, "ignore_eos": True}
 
@@ -20,12 +22,6 @@ N = {"max_new_tokens": 8, "ignore_eos": True}
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hybrid_pair(tmp_path_factory.mktemp("hybrid"))
 
-
-AT_INTERVALS: dict[str, Any] = {
-    "mamba_scheduler_strategy": "extra_buffer",
-    "mamba_track_interval": 8,
-    "max_mamba_cache_size": 32,
-}
 
 # prompt tokens, tokens of the first turn, and how many of both the second turn finds in the cache
 TURNS = [

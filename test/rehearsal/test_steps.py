@@ -86,6 +86,7 @@ def table() -> dict[tuple[str, int], tuple[int, ...]]:
     return {(name, int(page)): tuple(map(int, rest)) for name, page, *rest in rows}
 
 
+@pytest.mark.ci
 def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the host reads values that the device has not written yet."""
     mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
@@ -94,6 +95,7 @@ def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.Mon
         assert run.generate(asked.ids, **asked.options) != asked.answer["ids"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("where", "old", "new"),
     [

@@ -212,7 +212,8 @@ def _body(draw: st.DrawFn, bodies: Bodies, path: str, schema: Schema) -> bytes:
 
 
 def _shorten(body: Schema, fields: set[str]) -> None:
-    for name in fields & set(SHORT):
-        body.setdefault(name, SHORT[name])
-        if isinstance(body[name], dict):
-            body[name] = {**SHORT[name], **body[name]}
+    for name in sorted(fields & set(SHORT)):
+        short = SHORT[name]
+        body.setdefault(name, short)
+        if isinstance(body[name], dict) and isinstance(short, dict):
+            body[name] = {**short, **body[name]}

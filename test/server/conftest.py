@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
+from sglang_dflash.launch import Server
 from test.plugins import distribution
 from test.server.apart import APART
 from test.servers import SERVERS, TWO_RANKS, Client, running, without_speculation
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of the log of each server of a test that fails."""
+    report = yield
+    if report.failed:
+        fixtures: dict[str, Any] = getattr(item, "funcargs", {})
+        for name, value in fixtures.items():
+            for one in value if isinstance(value, tuple) else (value,):
+                server = one.server if isinstance(one, Client) else one
+                if isinstance(server, Server) and server.log.exists():
+                    report.sections.append((f"end of the log of `{name}`", server.tail(60)))
+    return report
 
 
 def params(names: Iterable[str]) -> list[ParameterSet]:

@@ -203,11 +203,10 @@ def long_answer(reference: Client) -> list[int]:
 def test_pause_and_continue(server: Client, long_answer: list[int], mode: str) -> None:
     """pause_generation in mid-answer changes nothing of the answer."""
     found: list[list[int]] = []
-    thread = threading.Thread(
-        target=lambda: found.append(server.generate(CODE[1].prompt, **LONG)["output_ids"])
-    )
+    answers = server.stream(CODE[1].prompt, **LONG)
+    next(answers)
+    thread = threading.Thread(target=lambda: found.append(list(answers)[-1]["output_ids"]))
     thread.start()
-    time.sleep(0.4)
     try:
         assert server.post("/pause_generation", {"mode": mode}).status_code == 200
         time.sleep(0.5)

@@ -48,6 +48,7 @@ def expected(reference: Client) -> list[list[int]]:
     return [reference.generate(prompt)["output_ids"] for prompt in PROMPTS]
 
 
+@pytest.mark.ci
 def test_sglang_serve(expected: list[list[int]]) -> None:
     """Our worker answers, with no further flag and no environment variable; KV is bounded."""
     unset = [f"--unset={name}" for name in set(os.environ) - set(clean_environment())]
@@ -209,7 +210,7 @@ def test_half_a_plugin_refuses_nothing_else(
 
 
 def test_half_a_plugin_leaves_other_algorithms_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NGRAM is past our guard where DFLASH is not: what stops it on a CPU is SGLang's own check."""
+    """Our guard refuses DFLASH alone. SGLang's own check then refuses NGRAM on a CPU."""
     monkeypatch.setattr(plugin, "missing_parts", lambda: ["no hook on it"])
     arguments = {"model_path": str(TARGET), "device": "cpu"}
     with pytest.raises(Refusal, match="no hook on it"):

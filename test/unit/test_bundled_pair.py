@@ -66,9 +66,9 @@ def test_a_wheel_holds_the_pair(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     build = "import setuptools.build_meta, sys; setuptools.build_meta.build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, tmp_path], cwd=source, check=True, capture_output=True
-    )
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("sglang_dflash-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}

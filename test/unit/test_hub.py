@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sglang_dflash.cli import main
+from sglang_dflash.launch import free_port
 from test.checkpoints import draft_config, draft_weights, speculators_draft, write_draft
 
 COMMIT = "0" * 40
@@ -165,7 +166,7 @@ def inspected(url: str, cache: Path, status: int) -> list[str]:
 
 def test_a_hub_that_does_not_answer_is_an_outcome_of_its_own(tmp_path: Path) -> None:
     """Nothing listens at this address. That says nothing about the draft."""
-    [what] = inspected("http://127.0.0.1:9", tmp_path / "cache", status=3)
+    [what] = inspected(f"http://127.0.0.1:{free_port()}", tmp_path / "cache", status=3)
     assert "the model hub did not answer" in what
 
 
@@ -180,7 +181,10 @@ def test_a_hub_that_fails_behind_the_configs(hub: Hub, tmp_path: Path) -> None:
     config = draft_config()
     write_draft(hub.folder, config, draft_weights(config))
     inspected(hub.url, tmp_path / "cache", status=0)
-    assert "did not answer" in inspected("http://127.0.0.1:9", tmp_path / "cache", status=3)[0]
+    assert (
+        "did not answer"
+        in inspected(f"http://127.0.0.1:{free_port()}", tmp_path / "cache", status=3)[0]
+    )
 
 
 def test_a_hub_without_the_draft(hub: Hub, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,8 @@ sys.modules["torch"] = None
 from sglang_dflash.cli import main
 sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -157,14 +157,6 @@ def test_other_methods_are_named(
     assert "use a dflash draft" in problem["fix"].lower()
 
 
-def sharded(folder: Path) -> Path:
-    config = draft_config()
-    path = write_draft(folder, config, draft_weights(config))
-    index = {"weight_map": {"fc.weight": "model.safetensors", "norm.weight": "gone.safetensors"}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
-
-
 def truncated(folder: Path) -> Path:
     config = draft_config()
     path = write_draft(folder, config, draft_weights(config))
@@ -173,20 +165,12 @@ def truncated(folder: Path) -> Path:
     return path
 
 
-def no_header(folder: Path) -> Path:
+def test_no_header(tmp_path: Path) -> None:
     config = draft_config()
-    path = write_draft(folder, config, draft_weights(config))
+    path = write_draft(tmp_path, config, draft_weights(config))
     (path / "model.safetensors").write_bytes(b"not a safetensors file at all, just text")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [(sharded, "gone.safetensors"), (truncated, "truncated"), (no_header, "safetensors")],
-)
-def test_broken_files(tmp_path: Path, broken: Callable[[Path], Path], words: str) -> None:
-    with pytest.raises(Refusal, match=words) as caught:
-        read_draft(broken(tmp_path))
+    with pytest.raises(Refusal, match="safetensors") as caught:
+        read_draft(path)
     assert "\n" not in str(caught.value)
 
 

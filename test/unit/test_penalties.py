@@ -51,7 +51,7 @@ def slow(
     return out
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, VOCAB - 1), max_size=6),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),

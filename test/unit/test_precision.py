@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
-from test.precision import HIDDEN_STATE_BOUND, logprob_bound
+from test.precision import FP32_KV, HIDDEN_STATE_BOUND
 from test.servers import chat
 
 MARGIN = 10
@@ -62,4 +62,4 @@ def test_bounds_are_ten_times_the_rounding(
             error = (logits / temperature).log_softmax(-1) - (expected / temperature).log_softmax(
                 -1
             )
-            assert MARGIN * error.abs().max() < logprob_bound(temperature)
+            assert MARGIN * error.abs().max() < FP32_KV.at(temperature).logprob

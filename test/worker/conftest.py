@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.options import VERIFY_WIDTH
 from sglang_dflash.runtime.block import DFlashBlock
@@ -16,7 +19,7 @@ from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 
 Request: TypeAlias = tuple[list[int], dict[str, Any]]  # prompt and options
-Alone: TypeAlias = Callable[[list[Request]], list[dict[str, Any]]]  # the fixture of that name
+Alone: TypeAlias = Callable[..., list[dict[str, Any]]]  # the fixture of that name
 Cut: TypeAlias = Callable[[InProcess], None]  # the fixtures `cuts` and `cut_apart`
 
 
@@ -37,20 +40,24 @@ def draft(small: Path) -> str:
 
 @pytest.fixture(scope="session")
 def alone(target: str) -> Alone:
-    """What the target says to one request without speculation, remembered."""
+    """The target's answers to requests, each asked alone and without speculation, remembered."""
     known: dict[str, dict[str, Any]] = {}
 
-    def answers(requests: list[tuple[list[int], dict[str, Any]]]) -> list[dict[str, Any]]:
-        missing = [r for r in requests if repr(r) not in known]
+    def answers(requests: list[Request], **flags: Any) -> list[dict[str, Any]]:
+        keys = [repr((request, flags)) for request in requests]
+        missing = [pair for pair in zip(keys, requests, strict=True) if pair[0] not in known]
         if missing:
-            with InProcess(target, disable_radix_cache=True) as engine:
-                for ids, options in missing:
-                    req = engine.add(ids, **options)
-                    engine.run(req)
-                    known[repr((ids, options))] = facts(req)
-        return [known[repr(r)] for r in requests]
+            found = each_alone(target, [request for _, request in missing], **flags)
+            known.update((key, answer) for (key, _), answer in zip(missing, found, strict=True))
+        return [known[key] for key in keys]
 
     return answers
+
+
+@pytest.fixture(scope="session")
+def model(target: str) -> Qwen3ForCausalLM:
+    """Transformers' model of the target."""
+    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
 def facts(req: Any) -> dict[str, Any]:
@@ -61,6 +68,31 @@ def facts(req: Any) -> dict[str, Any]:
         "logprobs": req.logprob.output_token_logprobs_val if req.return_logprob else None,
         "logprob_ids": req.logprob.output_token_logprobs_idx if req.return_logprob else None,
     }
+
+
+def each_alone(target: str, asked: list[Request], **flags: Any) -> list[dict[str, Any]]:
+    """A target's answers to requests, without speculation, to one request at a time."""
+    with InProcess(target, disable_radix_cache=True, **flags) as engine:
+        reqs = []
+        for ids, options in asked:
+            reqs.append(engine.add(ids, **copy.deepcopy(options)))  # a processor writes into them
+            engine.run(reqs[-1])
+    return [facts(req) for req in reqs]
+
+
+def join(
+    engine: InProcess, asked: list[Request], answers: list[dict[str, Any]], steps: int = 1
+) -> list[Any]:
+    """Serve requests that join one after another. Any number of their drafts is right."""
+    rng, reqs = random.Random(2), []
+    forced = force(engine, lambda _: rng.randint(0, 7))
+    for (ids, options), answer in zip(asked, answers, strict=True):
+        reqs.append(engine.add(ids, **options))
+        forced.truth[reqs[-1].rid] = answer["ids"]
+        for _ in range(steps):
+            engine.step()
+    engine.run(*reqs)
+    return reqs
 
 
 def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:

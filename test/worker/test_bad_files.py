@@ -12,8 +12,8 @@ import torch
 from sglang_dflash import hooks
 from sglang_dflash.checkpoint import hub
 from sglang_dflash.errors import Refusal
+from test.arguments import arguments, launch, refused
 from test.checkpoints import draft_config, draft_weights, write_draft
-from test.worker.test_refusals import arguments, launch, refused
 
 
 def sound(folder: Path) -> Path:
@@ -79,6 +79,7 @@ def test_a_broken_draft_is_refused(target: str, tmp_path: Path, breaking: Breaki
     assert "fetch" in message.lower() or "give" in message.lower()
 
 
+@pytest.mark.ci  # test_refusals.py shows it with another refusal
 def test_the_command_ends_with_one_line(target: str, tmp_path: Path) -> None:
     """Status 1 and no traceback: nothing is loaded."""
     not_a_number(tmp_path / "draft")

@@ -14,7 +14,7 @@ from sglang.srt.sampling.custom_logit_processor import (
 
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND, LOGPROB_BOUND
-from test.worker.conftest import Alone, Cut, facts, force, prompt
+from test.worker.conftest import Alone, Cut, facts, force, join, prompt
 
 N: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
@@ -95,17 +95,15 @@ def test_all_together_equal_each_alone(
         engine.run(*reqs.values())
     for name, req in reqs.items():
         assert close(known(req), single[name]), name
-        if accepting == "all" and "logprobs" in single[name] and name != "min_new_tokens":
+        if accepting == "all" and name != "min_new_tokens":
             assert req.spec_verify_ct < len(req.output_ids)
 
 
-def test_penalties_do_something(single: dict[str, dict[str, Any]]) -> None:
-    """The control of the test above: no two of these answers are the same text."""
-    texts = [
-        tuple(a["ids"]) for n, a in single.items() if n in ("frequency", "presence", "repetition")
-    ]
-    assert len(set(texts)) == 3
-    assert all(texts.count(t) == 1 for t in texts)
+@pytest.mark.parametrize("name", ["frequency", "presence", "repetition", "negative", "bias"])
+def test_penalties_do_something(alone: Alone, name: str) -> None:
+    """The control of the test above: with each, one prompt has another answer than without it."""
+    plain, bent = alone([(prompt(200, 15), REQUESTS[asked]) for asked in ("plain", name)])
+    assert bent["ids"] != plain["ids"]
 
 
 def test_min_new_tokens_stops_when_it_may(target: str, draft: str, alone: Alone) -> None:
@@ -113,7 +111,7 @@ def test_min_new_tokens_stops_when_it_may(target: str, draft: str, alone: Alone)
     ids = prompt(230, 12)
     [free] = alone([(ids, N)])
     stop = free["ids"][5]
-    first = free["ids"].index(stop)
+    assert free["ids"].index(stop) == 5
     options: dict[str, Any] = {
         "max_new_tokens": 40,
         "min_new_tokens": 4,
@@ -126,8 +124,7 @@ def test_min_new_tokens_stops_when_it_may(target: str, draft: str, alone: Alone)
         forced.truth[req.rid] = free["ids"]
         engine.run(req)
         assert facts(req) == expected
-        if first == 5:
-            assert len(req.output_ids) == 6
+        assert len(req.output_ids) == 6
 
 
 def test_penalties_survive_retraction(target: str, draft: str, alone: Alone) -> None:
@@ -206,24 +203,15 @@ SEEDED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])
-def test_a_seed_decides_alone(target: str, draft: str, width: int, cuts: Cut) -> None:
+def test_a_seed_decides_alone(target: str, draft: str, alone: Alone, width: int, cuts: Cut) -> None:
     """A seeded request gives the tokens it gives alone without speculation, in any company."""
     asked = [(prompt(260 + i, 10 + i), N | options) for i, options in enumerate(SEEDED)]
     flags: dict[str, Any] = {"enable_deterministic_inference": True}
-    with InProcess(target, disable_radix_cache=True, **flags) as engine:
-        expected = [engine.generate(ids, **options) for ids, options in asked]
-    rng = random.Random(5)
+    expected = alone(asked, **flags)
     with InProcess(target, draft, speculative_num_draft_tokens=width, **flags) as engine:
-        forced = force(engine, lambda _: rng.randint(0, 7))
         cuts(engine)
-        reqs = []
-        for (ids, options), truth in zip(asked, expected, strict=True):
-            req = engine.add(ids, **options)
-            forced.truth[req.rid] = truth
-            reqs.append(req)
-            engine.step()
-        engine.run(*reqs)
-        assert [list(req.output_ids) for req in reqs] == expected
+        reqs = join(engine, asked, expected)
+    assert [facts(req) for req in reqs] == expected
 
 
 def test_seeded_min_p_is_refused(target: str, draft: str) -> None:
@@ -292,7 +280,7 @@ class Narrow(CustomLogitProcessor):
         return logits[:, :5]
 
 
-def test_custom_processors_in_company(target: str, draft: str, cuts: Cut) -> None:
+def test_custom_processors_in_company(target: str, draft: str, alone: Alone, cuts: Cut) -> None:
     """Requests of one processor with unlike parameters go together; a broken one ends alone."""
     flags: dict[str, Any] = {"enable_custom_logit_processor": True, "max_running_requests": 8}
     bans = [{"token_ids": [token]} for token in (5, 121)]
@@ -304,11 +292,11 @@ def test_custom_processors_in_company(target: str, draft: str, cuts: Cut) -> Non
         return N | {"custom_params": dict(params), "custom_logit_processor": processor}
 
     ids = [prompt(260 + i, 12) for i in range(3)]
-    with InProcess(target, disable_radix_cache=True, **flags) as engine:
-        expected = [engine.generate(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
+    asked = [(i, options(ban)) for i, ban in zip(ids, bans, strict=False)]
+    expected = [answer["ids"] for answer in alone(asked, **flags)]
     with InProcess(target, draft, **flags) as engine:
         cuts(engine)
-        reqs = [engine.add(i, **options(ban)) for i, ban in zip(ids, bans, strict=False)]
+        reqs = [engine.add(i, **given) for i, given in asked]
         broken = {
             words: engine.add(ids[2], **N, custom_logit_processor=processor.to_str())
             for words, processor in faulty.items()

@@ -18,10 +18,10 @@ from sglang_dflash import compatibility, target_kv
 from sglang_dflash.attention.fa3 import scheduled
 from sglang_dflash.errors import Refusal
 from sglang_dflash.options import DRAFT_AHEAD, Options
+from test.arguments import arguments
 from test.inprocess import InProcess
+from test.targets import HEADS, SIZES, save_config
 from test.worker.conftest import prompt
-from test.worker.test_refusals import arguments
-from test.worker.test_refused_targets import SIZES, save
 
 
 def changed_target(target: str, folder: Path, **changes: object) -> str:
@@ -82,11 +82,11 @@ def modelopt(target: str, folder: Path, place: str, quant_algo: str | None) -> s
 
 def test_targets_with_windows_are_known(tmp_path: Path) -> None:
     """SGLang's flashinfer backend cannot verify a block of such targets."""
-    sizes = SIZES | {"query_pre_attn_scalar": 32, "sliding_window": 32}
+    sizes = SIZES | HEADS | {"query_pre_attn_scalar": 32, "sliding_window": 32}
     config = transformers.Gemma3TextConfig(**sizes)
-    windowed = model_config(save(tmp_path / "gemma", "Gemma3ForCausalLM", config))
-    config = transformers.Qwen3Config(**SIZES)
-    plain = model_config(save(tmp_path / "qwen", "Qwen3ForCausalLM", config))
+    windowed = model_config(save_config(tmp_path / "gemma", "Gemma3ForCausalLM", config))
+    config = transformers.Qwen3Config(**SIZES, **HEADS)
+    plain = model_config(save_config(tmp_path / "qwen", "Qwen3ForCausalLM", config))
     assert compatibility._has_windows(windowed)
     assert not compatibility._has_windows(plain)
 

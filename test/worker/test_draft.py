@@ -12,55 +12,22 @@ from transformers import Qwen3ForCausalLM
 from sglang_dflash.runtime import prefill
 from sglang_dflash.runtime.state import HostCopy
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
-from test.forced import Recorder, put_drafter
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.reference import Semantics, draft_block, features
+from test.traces import draft_kv, record, trace
 from test.worker.conftest import Alone, force, prompt
 
 
-def record(engine: InProcess) -> Recorder:
-    recorder = Recorder(engine.worker.drafter)
-    put_drafter(engine.worker, recorder)
-    return recorder
+def test_drafts_equal_plain_pytorch(target: str, draft: str, model: Qwen3ForCausalLM) -> None:
+    """Draft tokens, step by step over 60 tokens, equal those of an independent implementation.
 
-
-def trace(engine: InProcess, ids: list[int], new_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """For each step of a request: its output so far, and the block that is drafted behind it."""
-    recorder = record(engine)
-    req = engine.add(ids, max_new_tokens=new_tokens, ignore_eos=True)
-    steps: list[tuple[list[int], list[int]]] = []
-    while not req.finished():
-        output = list(req.output_ids)
-        engine.step()
-        if len(recorder.blocks.get(req.rid, [])) > len(steps):
-            steps.append((output, recorder.blocks[req.rid][-1]))
-    return steps
-
-
-def draft_kv(engine: InProcess, row: int, length: int) -> torch.Tensor:
-    """Draft K and V of a row's first tokens, [2, layers, length, heads, D]."""
-    pool = engine.worker.draft_model_runner.token_to_kv_pool
-    slots = engine.rows.req_to_token[row, :length].long()
-    return torch.stack(
-        [torch.stack([b[slots] for b in buffers]) for buffers in (pool.k_buffer, pool.v_buffer)]
-    )
-
-
-@pytest.fixture(scope="module")
-def model(target: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("flags", [{}, {"page_size": 16}], ids=str)
-def test_drafts_equal_plain_pytorch(
-    target: str, draft: str, model: Qwen3ForCausalLM, flags: dict[str, Any]
-) -> None:
-    """Draft tokens, step by step over 60 tokens, equal those of an independent implementation."""
+    test_formats.py compares the drafts of all formats, at page size 1.
+    """
     config = draft_config()
     weights = draft_weights(config)
     ids = prompt(5, 30)
-    with InProcess(target, draft, **flags) as engine:
+    with InProcess(target, draft, page_size=16) as engine:
         steps = trace(engine, ids, 60)
     for output, block in steps:
         assert block[0] == output[-1]
@@ -203,12 +170,10 @@ def test_drafts_are_argmax_and_repeat(target: str, draft: str) -> None:
     """The same state gives the same block, for greedy and for sampled requests."""
     with InProcess(target, draft) as engine:
         recorder = record(engine)
-        for temperature in (0.0, 1.0):
-            req = engine.add(prompt(15, 12), temperature=temperature, max_new_tokens=2)
-            engine.run(req)
+        for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}):
+            engine.generate(prompt(15, 12), max_new_tokens=2, ignore_eos=True, **options)
         greedy, sampled = (blocks[0] for blocks in recorder.blocks.values())
-        if greedy[0] == sampled[0]:
-            assert greedy == sampled
+        assert greedy == sampled
         assert len(greedy) == BLOCK
 
 

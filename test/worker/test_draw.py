@@ -132,7 +132,9 @@ def test_accepted_and_bonus_tokens_together_have_the_distribution(engine: InProc
     block = torch.tensor([[0, draft]]).expand(len(drawn), -1)
     num_accepted, bonus = accept(block, drawn)
     first = torch.where(num_accepted > 0, block[:, 1], bonus)
-    assert 0.2 < num_accepted.double().mean() < 0.95
+    probability = float(expected[draft])
+    sigma = (probability * (1 - probability) / len(drawn)) ** 0.5
+    assert num_accepted.double().mean() == pytest.approx(probability, abs=4 * sigma)
     assert p_value(first, expected) > 0.001
 
 

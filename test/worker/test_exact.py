@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -28,20 +29,27 @@ def requests(count: int, longest: int = 70) -> list[Request]:
     ]
 
 
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"page_size": 16},
+    {"page_size": 4, "chunked_prefill_size": 4},
+    {"page_size": 256, "disable_radix_cache": True},
+    {"disable_radix_cache": True, "chunked_prefill_size": 7},
+    {"speculative_num_draft_tokens": 3},
+    {"speculative_dflash_block_size": 2, "page_size": 16},
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("accepting", "flags"),
     [
-        {},
-        {"page_size": 16},
-        {"page_size": 4, "chunked_prefill_size": 4},
-        {"page_size": 256, "disable_radix_cache": True},
-        {"disable_radix_cache": True, "chunked_prefill_size": 7},
-        {"speculative_num_draft_tokens": 3},
-        {"speculative_dflash_block_size": 2, "page_size": 16},
+        pytest.param(
+            accepting, flags, marks=pytest.mark.ci if flags and accepting != "random" else ()
+        )
+        for accepting, flags in itertools.product(["none", "all", "random"], FLAGS)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("accepting", ["none", "all", "random"])
 def test_equals_target(
     target: str, draft: str, alone: Alone, flags: dict[str, Any], accepting: str
 ) -> None:
@@ -105,20 +113,14 @@ def finishing(way: str, token: int, cut: int) -> dict[str, Any]:
 def finish(target: str, draft: str, alone: Alone) -> Iterator[Finish]:
     """An engine whose drafts are all right, and options and expected facts by (way, offset)."""
     [full] = alone([(PROMPT, LONG)])
-    cases = {
+    asked = {
         (way, offset): finishing(way, full["ids"][1 + offset], 1 + offset)
-        for way in WAYS
-        for offset in range(9)
+        for way, offset in itertools.product(WAYS, range(9))
     }
-    expected = alone([(PROMPT, options) for options in cases.values()])
+    answers = alone([(PROMPT, options) for options in asked.values()])
+    cases = {case: (asked[case], answer) for case, answer in zip(asked, answers, strict=True)}
     with InProcess(target, draft) as engine:
-        forced = force(engine, lambda _: 7)
-        yield (
-            engine,
-            forced,
-            full["ids"],
-            dict(zip(cases, zip(cases.values(), expected, strict=True), strict=True)),
-        )
+        yield engine, force(engine, lambda _: 7), full["ids"], cases
 
 
 @pytest.mark.parametrize("offset", range(9))

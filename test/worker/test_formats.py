@@ -26,16 +26,11 @@ from test.formats import CASES, by_own_names, speculators, write
 from test.inprocess import InProcess
 from test.ranks import on_two_ranks
 from test.reference import Semantics, draft_block
+from test.traces import trace
 from test.worker.conftest import prompt
-from test.worker.test_draft import trace
 
 TOKENS = 100
 PROMPT = prompt(31, 40)
-
-
-@pytest.fixture(scope="module")
-def model(target: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
 Steps = list[tuple[list[int], list[int]]]  # the output so far, and the block behind it
@@ -63,7 +58,8 @@ def agreement(
     """For each step of a request: did we draft what the reference drafts?"""
     own = by_own_names(weights)
     for output, block in steps:
-        yield block[1:] == draft_block(model, semantics, own, PROMPT + output)
+        ids = PROMPT + output
+        yield block == [ids[-1], *draft_block(model, semantics, own, ids)]
 
 
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
@@ -130,7 +126,7 @@ NOISE = 1e-2
 @pytest.mark.parametrize(
     ("page", "cases", "apart"),
     [
-        (16, SOME, ["DFlash 2", "Domino"]),
+        pytest.param(16, SOME, ["DFlash 2", "Domino"], marks=pytest.mark.ci),
         pytest.param(16, list(CASES), [], marks=pytest.mark.full),
         pytest.param(1, list(CASES), APART, marks=pytest.mark.full),
     ],
@@ -205,7 +201,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
     "no anchor": ("zlab sample_from_anchor", lambda s: replace(s, sample_from_anchor=False)),
     "no scale": ("zlab scale, cap, multiplier", lambda s: replace(s, embedding_scale=1.0)),
     "no mask embedding": ("zlab mask embedding", lambda s: replace(s, mask_embedding=None)),
-    "no Markov head": ("DeepSpec vanilla", lambda s: replace(s, markov=None, confidence=None)),
+    "no Markov head": ("DeepSpec vanilla", lambda s: replace(s, markov=None)),
     "no gate": ("DeepSpec gated", lambda s: replace(s, markov="vanilla")),
     "DeepSpec's layout": ("speculators DSpark", lambda s: replace(s, sample_from_anchor=True)),
     "SpecForge's other layout": (

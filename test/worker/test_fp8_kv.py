@@ -6,7 +6,6 @@ One-token decoding reads K and V of FP8, also those of the token itself. So does
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,20 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_dflash import platforms
 from sglang_dflash.cpu.stand_ins import KV_BYTES, _bytes_bound
 from sglang_dflash.errors import Refusal
-from test.checkpoints import LAYERS, VOCAB, write_tokenizer
+from test.arguments import arguments
+from test.checkpoints import LAYERS
 from test.inprocess import InProcess
-from test.precision import ROUNDED_KV
-from test.worker.conftest import facts, force, prompt
-from test.worker.test_refusals import arguments
-from test.worker.test_targets import HEADS, SIZES
+from test.precision import ROUNDED_KV, SCALED_KV_LARGEST, SCALED_KV_LOGPROB
+from test.targets import write_modelopt
+from test.worker.conftest import each_alone, facts, join, prompt
 
 SHARED = prompt(50, 40)
 LONG = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}
@@ -65,49 +62,16 @@ def alone(target: str, flags: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers without speculation, to one request at a time."""
     key = repr((target, {**flags, "quantization_param_path": "quantization_param_path" in flags}))
     if key not in ANSWERS:
-        with InProcess(target, disable_radix_cache=True, **flags) as engine:
-            reqs = []
-            for ids, options in ASKED:
-                reqs.append(engine.add(ids, **options))
-                engine.run(reqs[-1])
-            ANSWERS[key] = [facts(req) for req in reqs]
+        ANSWERS[key] = each_alone(target, ASKED, **flags)
     return ANSWERS[key]
-
-
-def write_modelopt(folder: Path, scale: float, **changes: Any) -> str:
-    """A Llama as ModelOpt exports it, with scales of K and V, and no quantised weight."""
-    torch.manual_seed(0)
-    scheme = {"type": "float", "num_bits": 8, "dynamic": False}
-    said: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}
-    said["kv_cache_scheme"] = scheme
-    config = transformers.LlamaConfig(**SIZES | HEADS | changes)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    write_tokenizer(folder, VOCAB)
-    config_file, weights_file = folder / "config.json", folder / "model.safetensors"
-    raw = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps(raw | {"quantization_config": said}))
-    weights = load_file(weights_file)
-    for i, kind in product(range(LAYERS), "kv"):
-        weights[f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale"] = torch.tensor(scale)
-    save_file(weights, weights_file, metadata={"format": "pt"})
-    return str(folder)
 
 
 def check_tokens(
     target: str, draft: str, expected: list[dict[str, Any]], **flags: Any
 ) -> dict[str, Any]:
     """Serve with drafts of which any number is right. Returns what the engine says of its KV."""
-    rng = random.Random(4)
     with InProcess(target, draft, **flags) as engine:
-        forced = force(engine, lambda _: rng.randint(0, 7))
-        reqs = []
-        for (ids, options), answer in zip(ASKED, expected, strict=True):
-            req = engine.add(ids, **options)
-            forced.truth[req.rid] = answer["ids"]
-            reqs.append(req)
-            engine.step()
-            engine.step()
-        engine.run(*reqs)
+        reqs = join(engine, ASKED, expected, steps=2)
         runners = engine.worker.model_runner, engine.worker.draft_model_runner
         dtypes = tuple(runner.token_to_kv_pool.dtype for runner in runners)
         layer = next(m for m in runners[0].model.modules() if isinstance(m, RadixAttention))
@@ -166,10 +130,10 @@ def test_scales_of_a_checkpoint(
         assert one["dtypes"] == (torch.float8_e4m3fn, torch.float32)
         assert one["flag"] == "fp8_e4m3"
     first = [[answer["logprobs"][0] for answer in answers] for answers in expected]
-    assert first[1] == pytest.approx(first[0], abs=0.1)
+    assert first[1] == pytest.approx(first[0], abs=SCALED_KV_LOGPROB)
     assert [[float(scale) for scale in one["scales"]] for one in said] == [[1, 1], [0.25, 0.25]]
     stored = [4 * largest for largest in said[0]["largest"]]  # of other tokens
-    assert said[1]["largest"] == pytest.approx(stored, rel=0.3)
+    assert said[1]["largest"] == pytest.approx(stored, rel=SCALED_KV_LARGEST)
 
 
 def test_bf16_is_served_by_flag(target: str, draft: str) -> None:

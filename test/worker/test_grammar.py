@@ -12,6 +12,7 @@ from sglang_dflash.runtime.verify_width import FixedWidth
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
+from test.servers import chat
 from test.worker.conftest import Cut, facts, force
 
 SCHEMA = {
@@ -45,8 +46,7 @@ def asked() -> Answered:
         found = {}
         examples = held_out("word", len(GRAMMARS))
         for (name, grammar), example in zip(GRAMMARS.items(), examples, strict=True):
-            text = f"<|im_start|>user\n{example.prompt}<|im_end|>\n<|im_start|>assistant\n"
-            ids = tokenizer.encode(text)
+            ids = tokenizer.encode(chat(example.prompt))
             options = {"max_new_tokens": 40, **grammar}
             req = engine.add(ids, **options)
             engine.run(req)

@@ -107,6 +107,9 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
+    "runner", ["target", pytest.param("draft", marks=pytest.mark.ci)], indirect=True
+)
+@pytest.mark.parametrize(
     ("adds", "reason"),
     [
         (lambda hidden, batch: int(hidden.sum()) % 7, "__int__` returns int, not a tensor"),

@@ -25,10 +25,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.errors import LONGEST, Refusal
 from sglang_dflash.inspect_draft import Report, inspect, show
 from sglang_dflash.tiny import TARGET
+from test.arguments import arguments
+from test.damage import Folder, folders, sound, write_folder
 from test.inprocess import InProcess
-from test.mutations import Folder, folders, sound, write_folder
 from test.worker.conftest import prompt
-from test.worker.test_refusals import arguments
 
 PROMPT, TOKENS = prompt(3, 12), 12
 SECONDS = 20.0  # for one mutation on a busy machine; a hang takes longer
@@ -95,7 +95,6 @@ def run_trial(target: str, count: int) -> Trial:
         max_examples=count,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -123,9 +122,10 @@ def main(target: str, count: int) -> None:
     print(json.dumps(figures | dict(trial.outcomes)))
 
 
-def test_mutations(target: str) -> None:
-    trial = run_trial(target, 80)
-    assert trial.outcomes.total() == 80
+@pytest.mark.parametrize("count", [40, pytest.param(80, marks=pytest.mark.ci)])
+def test_mutations(target: str, count: int) -> None:
+    trial = run_trial(target, count)
+    assert trial.outcomes.total() == count
     assert min(trial.outcomes["refused"], trial.outcomes["served"]) > 5
 
 

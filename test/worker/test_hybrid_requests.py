@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from sglang_dflash import hybrid_targets
 from sglang_dflash.launch import free_port
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
+from test.ranks import on_two_ranks
+from test.targets import write
 from test.worker.conftest import force, prompt
-from test.worker.test_targets import write
 
 Turns = list[list[int]]
 LENGTHS = (9, 14, 7)  # of the answers of a session
@@ -126,36 +126,17 @@ def test_a_match_that_is_evicted_while_its_request_waits(
     assert answer_behind_an_evicted_state(hybrid) != expected
 
 
-def of_a_rank(rank: int, folder: str, port: int, radix: bool, results: Any) -> None:
-    """What one of two processes says in a session. Both have drafts that are right or wrong."""
-    flags = {"tp_size": 2, "tp_rank": rank, "nccl_port": port, "disable_radix_cache": not radix}
-    with InProcess(f"{folder}/target", f"{folder}/draft", **flags) as engine:
-        answers, _ = talk(engine, streaming=False, truth=results[0])
-    results[1].put((rank, answers))
-
-
-def of_both_ranks(folder: str, radix: bool, truth: Turns, answers: Any) -> None:
-    """Rank 0 in this process. Its fork, rank 1, need not import SGLang anew."""
-    given = folder, free_port(), radix, (truth, answers)
-    other = multiprocessing.get_context("fork").Process(
-        target=of_a_rank, args=(1, *given), daemon=True
-    )
-    other.start()
-    of_a_rank(0, *given)
-    other.join()
+def talk_of_rank(rank: int, folder: str, port: int, radix: bool, truth: Turns) -> Turns:
+    """The answers of one of two ranks in a session. Both have drafts that are right or wrong."""
+    flags: dict[str, Any] = {"tp_size": 2, "tp_rank": rank, "nccl_port": port}
+    flags["disable_radix_cache"] = not radix
+    with serve(Path(folder), **flags) as engine:
+        return talk(engine, streaming=False, truth=truth)[0]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("radix", [True, False])
 def test_two_ranks(hybrid: Path, said: Turns, radix: bool) -> None:
     """Each rank keeps the states of its own heads, behind the same accepted tokens."""
-    context = multiprocessing.get_context("spawn")
-    answers: Any = context.Queue()
-    process = context.Process(target=of_both_ranks, args=(str(hybrid), radix, said, answers))
-    process.start()
-    try:
-        found = dict(answers.get(timeout=120) for _ in range(2))
-    finally:
-        process.join(timeout=20)
-        process.kill()  # the other rank ends with it
-    assert found == {0: said, 1: said}
+    found = on_two_ranks(talk_of_rank, str(hybrid), free_port(), radix, said)
+    assert found == (said, said)

@@ -19,8 +19,8 @@ from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.rehearsal.mutation import mutate
-from test.worker.conftest import Cut, Request, facts, force, prompt
-from test.worker.test_targets import write
+from test.targets import write
+from test.worker.conftest import Cut, Request, each_alone, facts, force, join, prompt
 
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
 NEXT, WITH_IMAGES = "Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"
@@ -44,12 +44,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = draft_config()
     draft = write_draft(folder / "draft", config, draft_weights(config))
     asked = [(prompt(30 + i, 1 + 9 * i), LONG) for i in range(6)]
-    with InProcess(str(folder / "target"), disable_radix_cache=True) as engine:
-        answers = []
-        for ids, options in asked:
-            req = engine.add(ids, **options)
-            engine.run(req)
-            answers.append(facts(req))
+    answers = each_alone(str(folder / "target"), asked)
     return Pair(str(folder / "target"), str(draft), asked, answers)
 
 
@@ -60,14 +55,7 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def served(engine: InProcess, pair: Pair) -> list[dict[str, Any]]:
     """The answers to all requests at once, with any number of accepted drafts."""
-    rng, reqs = random.Random(2), []
-    forced = force(engine, lambda _: rng.randint(0, 7))
-    for (ids, options), answer in zip(pair.asked, pair.answers, strict=True):
-        reqs.append(engine.add(ids, **options))
-        forced.truth[reqs[-1].rid] = answer["ids"]
-        engine.step()
-    engine.run(*reqs)
-    return [facts(req) for req in reqs]
+    return [facts(req) for req in join(engine, pair.asked, pair.answers)]
 
 
 FLAGS: list[dict[str, Any]] = [
@@ -187,6 +175,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_tokens_that_are_not_replayed_are_seen(
     pair: Pair, turns: Turns, monkeypatch: pytest.MonkeyPatch, mutation: str
@@ -196,6 +185,7 @@ def test_tokens_that_are_not_replayed_are_seen(
     assert not second_turns(pair, turns)
 
 
+@pytest.mark.ci
 def test_work_of_a_prefill_that_is_repeated_is_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,8 @@ from test.checkpoints import BLOCK
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
 from test.reference import draft_block
+from test.traces import record, trace
 from test.worker.conftest import prompt
-from test.worker.test_draft import record, trace
-
-
-@pytest.fixture(scope="module")
-def model(target: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
 
 FAMILIES = ["DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted"]
 

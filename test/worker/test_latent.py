@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,12 +14,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang_dflash.cpu import torch_attention
 from sglang_dflash.cpu.stand_ins import KV_BYTES, _bytes_bound
 from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from test.arguments import arguments
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
-from test.worker.conftest import Cut, Request, facts, force, prompt
-from test.worker.test_refusals import arguments
-from test.worker.test_targets import LATENT, TARGETS, write
+from test.targets import LATENT, TARGETS, write
+from test.worker.conftest import Cut, Request, each_alone, facts, join, prompt
 
 SEEDED: dict[str, Any] = {"enable_deterministic_inference": True}
 LONG = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}
@@ -49,12 +48,7 @@ def write_pair(folder: Any, architecture: str) -> Pair:
     model = write(folder / "target", architecture)
     config = draft_config()
     draft = write_draft(folder / "draft", config, draft_weights(config))
-    answers = []
-    with InProcess(str(folder / "target"), disable_radix_cache=True, **SEEDED) as engine:
-        for ids, options in ASKED:
-            req = engine.add(ids, **options)
-            engine.run(req)
-            answers.append(facts(req))
+    answers = each_alone(str(folder / "target"), ASKED, **SEEDED)
     return Pair(str(folder / "target"), str(draft), model, answers)
 
 
@@ -66,22 +60,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_pair(tmp_path_factory.mktemp("latent"), request.param)
 
 
-def served(engine: InProcess, pair: Pair) -> list[Any]:
-    """The requests, which join one after another. Any number of drafts is right."""
-    rng, reqs = random.Random(2), []
-    forced = force(engine, lambda _: rng.randint(0, 7))
-    for (ids, options), answer in zip(ASKED, pair.answers, strict=True):
-        reqs.append(engine.add(ids, **options))
-        forced.truth[reqs[-1].rid] = answer["ids"]
-        engine.step()
-        engine.step()
-    engine.run(*reqs)
-    return reqs
-
-
 def check(engine: InProcess, pair: Pair) -> list[Any]:
     """The answers to all requests at once are those to each alone."""
-    reqs = served(engine, pair)
+    reqs = join(engine, ASKED, pair.answers, steps=2)
     for req, answer in zip(reqs, pair.answers, strict=True):
         got = facts(req)
         assert got["logprobs"] == pytest.approx(answer["logprobs"], abs=2 * LOGPROB_BOUND)
@@ -166,6 +147,7 @@ def says(pair: Pair) -> list[int]:
         return engine.generate(SHARED, max_new_tokens=40, ignore_eos=True)
 
 
+@pytest.mark.ci
 def test_a_prefill_by_heads_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: SGLang's own choice for a prefill without seeds, whose K and V are by head."""
     assert says(pair) == pair.answers[0]["ids"]

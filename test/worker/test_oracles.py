@@ -21,7 +21,11 @@ CONFIDENCE_BOUND = 1e-4  # fp32 against fp32; a probability is served in steps o
 ALL = [(family, case, 1) for family, cases in FAMILIES.items() for case in cases]
 FIRST = [(family, cases[0], 16) for family, cases in FAMILIES.items()]
 FULL = [(family, case, 16) for family, case, _ in ALL if (family, case, 16) not in FIRST]
-PAGES = [*ALL, *FIRST, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)]
+PAGES = [
+    *ALL,
+    *(pytest.param(*one, marks=pytest.mark.ci) for one in FIRST),
+    *(pytest.param(*one, marks=pytest.mark.full) for one in FULL),
+]
 
 
 class Seen:

@@ -20,8 +20,8 @@ from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.ranks import on_two_ranks
+from test.targets import write
 from test.worker.conftest import prompt
-from test.worker.test_targets import write
 
 IDS = prompt(3, 24)
 LAYER_IDS = [0, 1, 2]  # behind the last layer there is a norm, which makes it whole
@@ -101,7 +101,11 @@ def apart(one: Said, other: Said) -> float:
 
 
 @pytest.mark.parametrize(
-    "classes", [SOME, pytest.param(list(CLASSES), marks=pytest.mark.full)], ids=["some", "all"]
+    "classes",
+    [
+        pytest.param(SOME, marks=pytest.mark.ci, id="some"),
+        pytest.param(list(CLASSES), marks=pytest.mark.full, id="all"),
+    ],
 )
 def test_features_of_two_ranks(tmp_path: Path, classes: list[str]) -> None:
     """Tokens, and the features of every forward, are those of one rank. SGLang's flag is refused.

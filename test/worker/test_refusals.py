@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +17,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash import options, plugin
 from sglang_dflash.compatibility import longest_request
 from sglang_dflash.errors import Refusal
-from test import inprocess  # loads the plugin
 from test.adapters import write_adapter
+from test.arguments import arguments, launch, refused
 from test.checkpoints import draft_config, draft_weights, write_draft
-
-assert inprocess
 
 FLAGS: dict[str, Any] = {
     "speculative_num_steps": 3,
@@ -51,15 +49,6 @@ FLAGS: dict[str, Any] = {
     "enable_lmcache": True,
     "enable_mixed_chunk": True,
 }
-
-
-def arguments(target: str, draft: str | None, **changes: Any) -> ServerArgs:
-    return ServerArgs(
-        model_path=target,
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=draft,
-        **changes,
-    )
 
 
 def from_command_line(*command: str) -> ServerArgs:
@@ -176,48 +165,12 @@ def test_weights_are_strict(target: str, tmp_path: Path, change: str) -> None:
         arguments(target, str(path))
 
 
-def test_weights_are_finite(target: str, tmp_path: Path) -> None:
-    config = draft_config()
-    weights = draft_weights(config)
-    weights["layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
-    path = write_draft(tmp_path, config, weights)
-    with pytest.raises(Refusal, match=r"NaN or infinity in layers\.0\.mlp\.up_proj"):
-        arguments(target, str(path))
-
-
-def test_quantised_drafts_are_refused_on_cpu(target: str, tmp_path: Path) -> None:
-    config = draft_config(quantization_config={"quant_method": "fp8"})
-    path = write_draft(tmp_path, config, draft_weights(config))
-    with pytest.raises(Refusal, match="fp8"):
-        arguments(target, str(path))
-
-
 def test_a_block_that_does_not_fit_the_window(target: str, tmp_path: Path) -> None:
     config = draft_config(layer_types=["sliding_attention"] * 2, sliding_window=6)
     path = write_draft(tmp_path, config, draft_weights(config))
     with pytest.raises(Refusal, match="window of 6"):
         arguments(target, str(path))
     assert arguments(target, str(path), speculative_dflash_block_size=6)
-
-
-def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *flags, "--port", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
-
-
-def refused(result: subprocess.CompletedProcess[str]) -> str:
-    """Check for one paragraph, and return it."""
-    assert result.returncode == 1
-    if "Failed to apply hooks" not in result.stderr:  # SGLang logs its own traceback then
-        assert "Traceback" not in result.stderr
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("sglang-dflash:")]
-    assert "Uvicorn running" not in result.stdout + result.stderr
-    return line
 
 
 def test_what_a_scheduler_logs() -> None:

@@ -11,8 +11,9 @@ import sglang.srt.configs as configs
 import transformers
 
 from sglang_dflash.errors import Refusal
-from test.checkpoints import HIDDEN, LAYERS, VOCAB, write_tokenizer
-from test.worker.test_refusals import arguments
+from test.arguments import arguments
+from test.checkpoints import HIDDEN, LAYERS, VOCAB
+from test.targets import save_config
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -55,25 +56,18 @@ RECURRENT: dict[str, Any] = {
 }
 
 
-def save(folder: Path, architecture: str, config: Any) -> str:
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    write_tokenizer(folder, VOCAB)
-    return str(folder)
-
-
 @pytest.mark.parametrize("radix", [True, False], ids=["radix cache", "no radix cache"])
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_recurrent_state(draft: str, tmp_path: Path, architecture: str, radix: bool) -> None:
     """SGLang cannot restore the states of these classes."""
-    target = save(tmp_path, architecture, RECURRENT[architecture]())
+    target = save_config(tmp_path, architecture, RECURRENT[architecture]())
     with pytest.raises(Refusal, match="recurrent state"):
         arguments(target, draft, disable_radix_cache=not radix)
 
 
 @pytest.mark.parametrize("flag", ["linear_attn_backend", "linear_attn_decode_backend"])
 def test_another_kernel_of_gated_delta_networks(draft: str, tmp_path: Path, flag: str) -> None:
-    target = save(tmp_path, "Qwen3NextForCausalLM", configs.Qwen3NextConfig(**SIZES))
+    target = save_config(tmp_path, "Qwen3NextForCausalLM", configs.Qwen3NextConfig(**SIZES))
     with pytest.raises(Refusal, match=flag.replace("_", "-")):
         arguments(target, draft, **{flag: "flashinfer"})
 
@@ -82,7 +76,7 @@ def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Pa
     """Granite 4's class with attention layers only is refused for its missing hook."""
     config = configs.GraniteMoeHybridConfig(**SIZES, **MAMBA, layer_types=["attention"] * LAYERS)
     with pytest.raises(Refusal, match="returns no hidden states"):
-        arguments(save(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
+        arguments(save_config(tmp_path, "GraniteMoeHybridForCausalLM", config), draft)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,7 @@ def test_a_hybrid_without_state_is_not_called_recurrent(draft: str, tmp_path: Pa
 )
 def test_latent_attention(draft: str, tmp_path: Path, flags: dict[str, Any], words: str) -> None:
     sizes = SIZES | LATENT | {"num_key_value_heads": 4, "head_dim": 48}
-    target = save(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
+    target = save_config(tmp_path, "DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**sizes))
     arguments(target, draft)
     with pytest.raises(Refusal, match=rf"(?s)MLA.*{words}"):
         arguments(target, draft, **flags)

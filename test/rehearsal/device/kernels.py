@@ -53,10 +53,10 @@ EARLY = ("gdc_wait", "gdc_launch_dependents")
 
 
 class Language:
-    """The interpreter's changes to Triton's language while a kernel runs, collected once.
+    """The changes that the interpreter makes to Triton's language while a kernel runs.
 
-    This replaces `interpreter._patch_lang`, which collects them at each launch, and only for the
-    names of the kernel itself. Here they also apply to the kernel's helpers.
+    This replaces `interpreter._patch_lang`. That collects the changes at each launch, for the names
+    that the kernel uses. Here they are collected once, and its helpers see them, too.
     """
 
     def __init__(self) -> None:
