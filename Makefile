@@ -59,9 +59,6 @@ bench: $(READY)  ## the sweep in 5 minutes, its table last
 load-tools: $(READY)  ## other load tools against one server; they are installed apart
 	$(BIN)/python -m benchmark.load_tools
 
-load-tools: $(READY)  ## other load tools against one server; they are installed apart
-	$(BIN)/python -m benchmark.load_tools
-
 results: $(READY)  ## the full sweep on this machine and its plots; continues where it stopped
 	PYTHON=$(BIN)/python benchmark/results.sh
 

@@ -158,6 +158,15 @@ class Server:
         self._process.wait()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while the server runs."""
+        return self._process.poll()
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 

@@ -30,8 +30,11 @@ TOKENS = 64  # more than this answer has
 SECONDS = 60
 COMMAND = (sys.executable, "-m", "sglang_dflash")
 
-needs_chromium = pytest.mark.skipif(
-    None in (shutil.which("chromium"), shutil.which("chromedriver")) and "CI" not in os.environ,
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+needs_browser = pytest.mark.skipif(
+    None in (BROWSER, DRIVER) and "CI" not in os.environ,
     reason="needs chromium and chromium-driver, packages of Debian",
 )
 
@@ -39,11 +42,11 @@ needs_chromium = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
+    options.binary_location = str(BROWSER)
     for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=str(shutil.which("chromedriver")))
+    service = webdriver.ChromeService(executable_path=str(DRIVER))
     with webdriver.Chrome(options, service) as browser:
         yield browser
 
@@ -107,7 +110,7 @@ def watching(*flags: str) -> Iterator[str]:
             process.terminate()
 
 
-@needs_chromium
+@needs_browser
 @on("auto")
 def test_the_page_of_a_server(
     server: Client, expected: dict[str, Any], browser: webdriver.Chrome
@@ -140,7 +143,7 @@ def test_the_page_of_a_server(
     assert page.errors() == []
 
 
-@needs_chromium
+@needs_browser
 @on("auto")
 def test_the_page_loads_nothing_from_elsewhere(server: Client, browser: webdriver.Chrome) -> None:
     page = Page(browser, server.url + PAGE)
@@ -153,7 +156,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Client, browser: webdrive
     assert all(url.startswith(server.url) for url in loaded)
 
 
-@needs_chromium
+@needs_browser
 @on("auto")
 def test_the_page_for_all_users(server: Client, browser: webdriver.Chrome) -> None:
     """Each control has a name, blocks have sentences, and the keyboard reaches everything."""
@@ -174,7 +177,7 @@ def test_the_page_for_all_users(server: Client, browser: webdriver.Chrome) -> No
     assert wanted <= reached
 
 
-@needs_chromium
+@needs_browser
 @on("auto")
 def test_an_answer_that_is_stopped(server: Client, browser: webdriver.Chrome) -> None:
     page = Page(browser, server.url + PAGE)
@@ -186,7 +189,7 @@ def test_an_answer_that_is_stopped(server: Client, browser: webdriver.Chrome) ->
     server.flush()  # waits until no request runs
 
 
-@needs_chromium
+@needs_browser
 @on("auto")
 def test_the_page_compares_with_another_server(
     server: Client, reference: Client, expected: dict[str, Any], browser: webdriver.Chrome

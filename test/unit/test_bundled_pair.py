@@ -5,10 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,34 +51,6 @@ def test_draft_is_zlab_and_fits_the_target() -> None:
     target = Target(str(TARGET), config.num_hidden_layers, config.hidden_size, config.vocab_size)
     assert misfits(draft, target) == []
     assert defects(draft, tensors, draft.block_size) == []
-
-
-def test_a_wheel_holds_the_pair(tmp_path: Path) -> None:
-    """A wheel holds the pair's files, byte for byte."""
-    source = tmp_path / "source"
-    without_caches = shutil.ignore_patterns("__pycache__")
-    for folder in ("sglang_dflash", "training"):
-        shutil.copytree(REPO / folder, source / folder, ignore=without_caches)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, source)
-    build = "import setuptools.build_meta, sys; setuptools.build_meta.build_wheel(sys.argv[1])"
-    command = [sys.executable, "-c", build, str(tmp_path)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    [wheel] = tmp_path.glob("sglang_dflash-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
-    tiny = TARGET.parent
-    beside = ("__init__.py", "README.md", "prompts.py", "prompts.jsonl")
-    files = [*TARGET.iterdir(), *DRAFT.iterdir(), *(tiny / name for name in beside)]
-    shipped = {name for name in held if name.startswith("sglang_dflash/tiny/")}
-    assert shipped == {f"sglang_dflash/tiny/{file.relative_to(tiny)}" for file in files}
-    for file in files:
-        assert held[f"sglang_dflash/tiny/{file.relative_to(tiny)}"] == file.read_bytes()
-    assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
-        file.name for file in TARGET.iterdir()
-    }
-    assert {Path(name).parts[0].partition("-")[0] for name in held} == {"sglang_dflash"}
 
 
 def test_the_target_has_the_recipes_chat_template() -> None:

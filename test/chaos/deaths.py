@@ -1,0 +1,159 @@
+"""Ends of a server: each has a status that is not 0 and a line that says why, or is clean."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import requests
+
+from sglang_dflash.launch import LAUNCH, Server, free_port
+from sglang_dflash.tiny import DRAFT
+from test.chaos.disturb import child, processes
+from test.chaos.load import Load, questions
+from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
+
+ENDS_IN = 10  # seconds
+
+
+@contextmanager
+def doomed(*flags: str) -> Iterator[Client]:
+    """A server that may end inside the block."""
+    with TemporaryDirectory() as folder:
+        environment = with_forks({**os.environ, **STRICT}, folder)
+        with Server([*COMMON, *DFLASH, *flags], environment) as server:
+            yield Client(server, flags)
+
+
+def ended(server: Client, family: list[psutil.Process]) -> int:
+    """The status of a server that ends in time, and of which no process is left."""
+    deadline = time.monotonic() + ENDS_IN
+    while server.server.alive:
+        assert time.monotonic() < deadline, f"It runs {ENDS_IN} s later.\n{server.server.tail()}"
+        time.sleep(0.1)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, f"left behind: {alive}"
+    assert server.server.status is not None
+    return server.server.status
+
+
+def _killed(name: str) -> None:
+    with doomed() as server:
+        asked, family = questions(server, random.Random(1), 4), processes(server)
+        load = Load(server, asked, 1)
+        with load:
+            time.sleep(1)
+            child(server, name).kill()
+            status = ended(server, family)
+        assert status != 0
+        assert f"Subprocess {name}" in server.server.log.read_text(), server.server.tail()
+        lost = [error for error in load.wrong if "ConnectionError" not in error]
+        assert all("Chunked" in error or "Connection" in error for error in lost), lost
+
+
+def killed_scheduler() -> None:
+    """A killed scheduler ends the server, and the log says so."""
+    _killed("scheduler")
+
+
+def killed_detokenizer() -> None:
+    """A killed detokenizer ends the server, and the log says so."""
+    _killed("detokenizer")
+
+
+def vanished_draft() -> None:
+    """A draft that is deleted while it is served changes nothing; SIGTERM ends the server."""
+    with TemporaryDirectory() as folder:
+        draft = Path(shutil.copytree(DRAFT, Path(folder, "draft")))
+        with doomed("--speculative-draft-model-path", str(draft)) as server:
+            asked, family = questions(server, random.Random(2), 4), processes(server)
+            shutil.rmtree(draft)
+            for question in asked:
+                again = server.generate(question.prompt, **question.sampling)
+                assert again["output_ids"] == question.answer
+            info = requests.get(f"{server.url}/server_info", timeout=30).json()
+            assert info["sglang_dflash"]["draft"] == str(draft)
+            os.kill(server.server.pid, signal.SIGTERM)
+            ended(server, family)
+
+
+def full_disk() -> None:
+    """A log on a full disk does not stop the answers."""
+    port = free_port()
+    command = [*LAUNCH, *COMMON, *DFLASH, "--host", "127.0.0.1", "--port", str(port)]
+    with TemporaryDirectory() as folder, open("/dev/full", "wb", buffering=0) as full:
+        environment = with_forks({**os.environ, **STRICT}, folder)
+        with subprocess.Popen(command, stdout=full, stderr=full, env=environment) as process:
+            family = psutil.Process(process.pid)
+            try:
+                _wait(process, port)
+                body = {"text": "def f(", "sampling_params": {"temperature": 0}}
+                for _ in range(3):
+                    answer = requests.post(
+                        f"http://127.0.0.1:{port}/generate", json=body, timeout=60
+                    )
+                    assert answer.status_code == 200
+            finally:
+                for each in [*family.children(recursive=True), family]:
+                    each.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"The server ended with status {process.returncode}."
+        try:
+            if requests.get(f"http://127.0.0.1:{port}/health_generate", timeout=30).ok:
+                return
+        except requests.RequestException:
+            time.sleep(0.5)
+    raise AssertionError("The server did not start.")
+
+
+def refused(*flags: str) -> str:
+    """The error output of a server that must not start."""
+    command = [sys.executable, "-m", "sglang.launch_server", *COMMON, *DFLASH, *flags]
+    environment = {**os.environ, **STRICT}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode != 0
+    return done.stderr + done.stdout
+
+
+def port_in_use() -> None:
+    """A port that is in use is named."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused("--host", "127.0.0.1", "--port", port)
+        assert port in said, said[-2000:]
+        assert "in use" in said, said[-2000:]
+
+
+def missing_draft() -> None:
+    """A draft that is not there is refused in one line."""
+    with TemporaryDirectory() as folder:
+        said = refused("--speculative-draft-model-path", str(Path(folder, "gone")))
+    assert "Traceback" not in said, said[-2000:]
+    assert said.splitlines()[-1].startswith("sglang-dflash: "), said[-2000:]
+
+
+DEATHS = (
+    killed_scheduler,
+    killed_detokenizer,
+    vanished_draft,
+    full_disk,
+    port_in_use,
+    missing_draft,
+)
