@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The theme would announce its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo watch serve test test-ci test-full check style hooks docs docs-serve lock bench load-tools results clean
+.PHONY: demo watch serve test test-ci test-full chaos check style hooks docs docs-serve lock bench load-tools results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -31,6 +31,9 @@ test-ci: $(READY)  ## the CI set: also the controls and the rarer combinations
 
 test-full: $(READY)  ## all combinations, by hand; continues from a test that failed
 	$(BIN)/python -m pytest test --stepwise
+
+chaos: $(READY)  ## MINUTES=3 of failing clients, stalls and retractions, then the ends of a server
+	$(BIN)/python -m test.chaos --minutes $(or $(MINUTES),3)
 
 check: $(READY)  ## formatter, linter, type checker
 	$(BIN)/ruff format --check .

@@ -187,6 +187,12 @@ DFLASH_HOOKS = (
         "SGLang captures graphs anew with the attention backend of the last verify width",
     ),
     Hook(
+        "managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",
+        "BEFORE",
+        "hooks:no_wait_for_core_dumps",
+        "SGLang waits a minute for core dumps that CUDA does not write",
+    ),
+    Hook(
         "managers.utils.is_health_check_generate_req",
         "AROUND",
         "requests.control:is_health_check",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -245,6 +246,15 @@ def before_new_weights(updater: Any, request: Any) -> None:
     """BEFORE `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
     if serves_dflash():
         updater.draft_worker.before_new_weights()
+
+
+def no_wait_for_core_dumps(manager: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `TokenizerManager.dump_requests_before_crash`: a server whose child died ends soon.
+
+    SGLang waits a minute for core dumps of the GPU, which CUDA writes only if this variable is set.
+    """
+    if is_dflash(manager.server_args) and "CUDA_ENABLE_USER_TRIGGERED_COREDUMP" not in os.environ:
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from typing import Any
 
 from fastapi import HTTPException
@@ -35,9 +36,23 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
     """
     if not is_dflash(server_args):
         return
+    refuse_taken_port(server_args.host, server_args.port)
     app.add_middleware(BodyChecks)
     app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
     app.add_api_route(PAGE, show_page, include_in_schema=False)
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raise a `Refusal` if the server cannot listen: its warm-up would wait for minutes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Refusal(
+                f"Port {port} of {host} is not free ({error.strerror}).", "Give another --port."
+            ) from None
 
 
 def show_page() -> Response:

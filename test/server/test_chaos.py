@@ -1,0 +1,24 @@
+"""Chaos, for three minutes, and the ends of a server. `python -m test.chaos` takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from test.chaos.__main__ import survive
+from test.chaos.deaths import DEATHS
+
+pytestmark = pytest.mark.ci
+
+
+def test_nothing_is_lost() -> None:
+    counts = survive(seconds=180, seed=1)
+    for way in ("whole", "stream", "leave", "abort", "flush", "pause", "stall", "bad_body"):
+        assert counts[way] > 0, counts
+    assert counts["retractions"] > 0
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+def test_ends(death: Callable[[], None]) -> None:
+    death()
