@@ -126,7 +126,7 @@ def main(target: str, count: int) -> None:
 def test_mutations(target: str, count: int) -> None:
     trial = run_trial(target, count)
     assert trial.outcomes.total() == count
-    assert min(trial.outcomes["refused"], trial.outcomes["served"]) > 5
+    assert min(trial.outcomes["refused"], trial.outcomes["served"]) > count // 16
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "quant_model_description.json"])
