@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import BUILT_IN, Refusal
 from sglang_dflash.hybrid_targets import keeps_gdn_states
 from sglang_dflash.platforms import platform_of
 
@@ -68,7 +68,7 @@ def check_host_cache(
         raise Refusal(
             f"DFLASH does not work with --hicache-storage-backend "
             f"{server_args.hicache_storage_backend}. {STORAGE}",
-            "Leave it out. The cache in host memory works without it.",
+            f"Leave it out. The cache in host memory works without it. {BUILT_IN}",
         )
     if keeps_gdn_states(model_config) or model_config.is_hybrid_swa:
         kind = "recurrent states" if keeps_gdn_states(model_config) else "sliding-window layers"

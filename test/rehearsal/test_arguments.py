@@ -278,7 +278,11 @@ REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("hybrid", {}, ["recurrent states", "does not copy the draft's KV", "Leave"]),
     ("two KV pools", {}, ["sliding-window layers", "does not copy the draft's KV", "Leave"]),
     ("MLA", {}, ["latent attention", "Leave --enable-hierarchical-cache"]),
-    ("dense", {"hicache_storage_backend": "file"}, ["-backend file", "accepted less", "Leave"]),
+    (
+        "dense",
+        {"hicache_storage_backend": "file"},
+        ["-backend file", "accepted less", "Leave", "SGLANG_PLUGINS=dflash_cpu"],
+    ),
     ("dense", {"hicache_mem_layout": "page_head"}, ["page_head", "Give --hicache-mem-layout"]),
 ]
 
