@@ -17,7 +17,7 @@ demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
 
 watch: $(READY)  ## the pair with and without DFLASH; 127.0.0.1:$(PORT)/dflash shows its blocks
-	$(BIN)/sglang-dflash serve --compare --port $(PORT) $(FLAGS)
+	$(BIN)/sglang-dflash serve --compare --port $(PORT)
 
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)

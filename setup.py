@@ -15,7 +15,8 @@ LINK = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|#)([^)]+)\)")
 def absolute(found: re.Match[str]) -> str:
     image, text, path = found.groups()
     if repository := os.environ.get("REPOSITORY_URL"):
-        return f"{image}[{text}]({repository.rstrip('/')}/blob/main/{path})"
+        kind = "raw" if image else "blob"
+        return f"{image}[{text}]({repository.rstrip('/')}/{kind}/main/{path})"
     return "" if image else text
 
 

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     chat.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
     for command in (watch, chat):
-        command.add_argument("--api-key", metavar="KEY", help="of the server")
+        command.add_argument("--api-key", metavar="KEY", help="of the servers")
 
     demo = commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
     demo.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -76,7 +76,7 @@ def _run(chosen: argparse.Namespace, others: list[str]) -> int:
         from sglang_dflash.watch.page import page
         from sglang_dflash.watch.page import serve as serve_page
 
-        html = page(chosen.url.rstrip("/"), chosen.without, chosen.api_key)
+        html = page(chosen.url, chosen.without, chosen.api_key)
         serve_page(html, chosen.port, browse=not chosen.no_browser)
     if chosen.command == "chat":
         from sglang_dflash.watch.chat import run as run_chat

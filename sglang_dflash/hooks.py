@@ -251,9 +251,10 @@ def before_new_weights(updater: Any, request: Any) -> None:
 def no_wait_for_core_dumps(manager: Any, *_: Any, **__: Any) -> None:
     """BEFORE `TokenizerManager.dump_requests_before_crash`: a server whose child died ends soon.
 
-    SGLang waits a minute for core dumps of the GPU, which CUDA writes only if this variable is set.
+    SGLang waits a minute for core dumps of the GPU. CUDA writes them only if this variable is 1.
     """
-    if is_dflash(manager.server_args) and "CUDA_ENABLE_USER_TRIGGERED_COREDUMP" not in os.environ:
+    dumped = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
+    if is_dflash(manager.server_args) and not dumped:
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 

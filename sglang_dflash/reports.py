@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
 from typing import Any
 
 from sglang_dflash.runtime.metrics import AcceptanceHistogram
-from sglang_dflash.runtime.step_log import KEPT, WATCHED
+from sglang_dflash.runtime.step_log import WATCHED
 from sglang_dflash.temporary import temporarily
+from sglang_dflash.watch.shown_steps import ShownSteps
 
 
 def meta_info(
@@ -47,20 +47,17 @@ def watched_steps(
 ) -> None:
     """AFTER `TokenizerManager.convert_logprob_style`: the last steps of a request that is watched.
 
-    This is the one method that SGLang calls for every chunk of a stream, if it has logprobs. The
-    drafts of a step are decoded once. They stay with SGLang's state of the request.
+    This is the one method that SGLang calls for every chunk of a stream, if it has logprobs. Steps
+    stay with SGLang's state of the request.
     """
     histograms = recv_obj.spec_correct_drafts_histogram
     steps = getattr(histograms[index], "steps", None) if histograms else None
     if steps is None:
         return
-    shown = vars(state).setdefault("dflash_steps", {})  # by the number of the step
-    first = recv_obj.spec_verify_ct[index] - len(steps)
-    for number, step in enumerate(steps, start=first):
-        if number not in shown:
-            texts = manager.tokenizer.batch_decode([[token] for token in step.drafts])
-            shown[number] = {"number": number, **asdict(step), "texts": texts}
-    meta_info[WATCHED] = list(shown.values())[-KEPT:]
+    shown: ShownSteps = vars(state).setdefault("dflash_steps", ShownSteps())
+    answer, total = state.output_token_logprobs_idx, recv_obj.spec_verify_ct[index]
+    shown.add(steps, total, answer, manager.tokenizer)
+    meta_info[WATCHED] = list(shown.by_number.values())
 
 
 def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

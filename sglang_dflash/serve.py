@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from sglang_dflash.errors import Refusal
 from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET, require_weights
 from sglang_dflash.watch.page import WITHOUT
@@ -45,12 +46,16 @@ def run(port: int, compare: bool, others: list[str]) -> NoReturn:
     """Become the server.
 
     compare: serve the target without speculation, too; it ends with this process. others: further
-    flags of SGLang; they win.
+    flags of SGLang; they win. Raises `Refusal` for both, because they are the DFLASH server's.
     """
     added = environment()
+    if compare and others:
+        raise Refusal("--compare serves the bundled pair as it is.", f"Leave out {others[0]}.")
     if compare:
         print("Starting the server without speculation ...", flush=True)
-        added[WITHOUT] = Server([*flags(dflash=False), "--sleep-on-idle"], added).__enter__().url
+        plain = Server([*flags(dflash=False), "--sleep-on-idle"], added).__enter__()
+        plain.log.unlink()
+        added[WITHOUT] = plain.url
     # A grammar may allow blanks without end, and the bundled target then writes them.
     own = ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
     own += ["--constrained-json-disable-any-whitespace"]

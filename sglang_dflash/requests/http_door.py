@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -43,16 +44,22 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
 
 
 def refuse_taken_port(host: str, port: int) -> None:
-    """Raise a `Refusal` if the server cannot listen: its warm-up would wait for minutes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise Refusal(
-                f"Port {port} of {host} is not free ({error.strerror}).", "Give another --port."
-            ) from None
+    """Raise a `Refusal` if the port is in use: SGLang's warm-up would wait for minutes.
+
+    uvicorn reports any other error.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    taken = f"Port {port} of {host} is in use."
+                    raise Refusal(taken, "Give another --port.") from None
 
 
 def show_page() -> Response:

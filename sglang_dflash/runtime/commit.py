@@ -147,7 +147,10 @@ def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:
 def _log_steps(
     reqs: list[Req], drafted: DFlashBlock, widths: list[int], committed: list[Committed]
 ) -> None:
-    """Keep this step of the requests that are watched. The host waits for a copy of the drafts."""
+    """Keep this step of the requests that are watched.
+
+    The host waits for a copy of the drafts, and so for all work that is queued.
+    """
     now, drafts = time.monotonic(), drafted.token_ids[:, 1:].tolist()
     for req, ids, width, taken in zip(reqs, drafts, widths, committed, strict=True):
         if not is_watched(req):
@@ -155,8 +158,10 @@ def _log_steps(
         histogram = req.spec_correct_drafts_histogram
         if histogram.steps is None:
             histogram.steps = new_log()
+        count = len(taken.tokens)
+        place = len(req.output_ids) - count
         histogram.steps.append(
-            Step(ids, width - 1, taken.num_accepted, len(taken.tokens), len(reqs), now)
+            Step(ids, width - 1, taken.num_accepted, count, place, len(reqs), now)
         )
 
 

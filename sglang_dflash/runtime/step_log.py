@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WATCHED = "spec_steps"  # a key of `custom_params`, and of an answer's `meta_info`
-KEPT = 64  # steps, in every chunk of a stream; a chunk rarely has more than one new step
+KEPT = 64  # steps, in every chunk of a stream
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Step:
     num_verified: int  # the first drafts, which the target verified
     num_accepted: int  # the first drafts, which the target accepted
     num_committed: int  # tokens of the answer: the accepted drafts, then the target's own token
+    place: int  # in the answer, of the first of them
     num_requests: int  # of the batch
     seconds: float  # of a monotonic clock, at the commit
 
@@ -27,6 +28,9 @@ def new_log() -> deque[Step]:
 
 
 def is_watched(req: Any) -> bool:
-    """Whether the client of a request asked for its steps. req: SGLang's `Req`."""
+    """Whether the client of a request asked for its steps. req: SGLang's `Req`.
+
+    They are sent with logprobs only (`reports.watched_steps`).
+    """
     params = req.sampling_params.custom_params
-    return isinstance(params, dict) and bool(params.get(WATCHED))
+    return bool(req.return_logprob and isinstance(params, dict) and params.get(WATCHED))

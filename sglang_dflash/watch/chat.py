@@ -26,6 +26,7 @@ class Token(NamedTuple):
 class Watched:
     """An answer so far. It takes the events of a `/generate` stream with `spec_steps`."""
 
+    incremental: bool = False  # the server sends new text only (--incremental-streaming-output)
     text: str = ""
     tokens: int = 0
     steps: int = 0
@@ -33,25 +34,27 @@ class Watched:
     _begin: float = field(default_factory=time.perf_counter)
 
     def see(self, event: dict[str, Any]) -> list[Token]:
-        """The new tokens of an event."""
-        meta = event["meta_info"]
-        self.text = event["text"]
-        texts = [text for _, _, text in meta["output_token_logprobs"]]
-        ended_by = (meta["finish_reason"] or {}).get("matched")
-        if ended_by == meta["output_token_logprobs"][-1][1]:
-            texts[-1] = ""  # the end token of a turn
-        new = []
-        if self.tokens == 0 and texts:  # prefill's
-            new.append(Token(texts[0], 0))
+        """The new tokens of an event. Without a step yet, they are not known."""
+        meta, reason = event["meta_info"], event["meta_info"]["finish_reason"] or {}
+        if reason.get("type") == "abort":
+            raise requests.RequestException(f"The request was aborted: {reason.get('message')}")
+        self.text = self.text + event["text"] if self.incremental else event["text"]
+        if self.tokens == 0:  # prefill's
             self._begin = time.perf_counter()
+        self.tokens = meta["completion_tokens"]
+        new = []
         for step in meta.get("spec_steps", []):
             if step["number"] < self.steps:
                 continue
-            begin = self.tokens + len(new)
-            for i, text in enumerate(texts[begin : begin + step["num_committed"]]):
+            if step["text_before"]:
+                new.append(Token(step["text_before"], 0))
+            for i, text in enumerate(step["texts"]):
                 new.append(Token(text, i + 1 if i < step["num_accepted"] else 0))
             self.steps, self.width = step["number"] + 1, step["num_verified"] + 1
-        self.tokens += len(new)
+        if new and isinstance(reason.get("matched"), int):
+            new.pop()  # the end token of a turn
+        elif reason and self.steps == 0:
+            new.append(Token(self.text, 0))
         return new
 
     def summary(self) -> str:
@@ -79,12 +82,12 @@ class Chat:
         self._kwargs = {"enable_thinking": thinking}
         self._messages: list[dict[str, str]] = []
 
-    def served(self) -> dict[str, Any] | None:
-        """The draft and how it is served; None if the server's algorithm is not DFLASH."""
+    def server_info(self) -> dict[str, Any]:
+        """What the server says of itself. A DFLASH server has a field `sglang_dflash`."""
         answer = self._session.get(f"{self._url}/server_info", timeout=30)
         answer.raise_for_status()
-        served: dict[str, Any] | None = answer.json().get("sglang_dflash")
-        return served
+        info: dict[str, Any] = answer.json()
+        return info
 
     def ask(self, prompt: str, watched: Watched) -> Iterator[Token]:
         """Send a turn. The tokens of the answer come as the server commits them."""
@@ -95,7 +98,6 @@ class Chat:
             "input_ids": tokens,
             "stream": True,
             "return_logprob": True,
-            "return_text_in_logprobs": True,
             "sampling_params": {**self._sampling, "custom_params": {"spec_steps": True}},
         }
         with self._post("/generate", body, stream=True) as answer:
@@ -115,9 +117,11 @@ class Chat:
 
 
 def styled(token: Token) -> Text:
+    """The token in its colour. Characters that steer a terminal are not printed."""
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in token.text)
     if token.position == 0:
-        return Text(token.text, style="bold")
-    return Text(token.text, style=f"color({HUES[(token.position - 1) % len(HUES)]})")
+        return Text(text, style="bold")
+    return Text(text, style=f"color({HUES[(token.position - 1) % len(HUES)]})")
 
 
 def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any]) -> int:
@@ -125,10 +129,11 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
     console = Console(highlight=False)
     chat = Chat(url, api_key, thinking, sampling)
     try:
-        served = chat.served()
+        info = chat.server_info()
     except (requests.RequestException, ValueError) as error:
         print(f"sglang-dflash: {url} does not answer: {error}", file=sys.stderr)
         return 1
+    served = info.get("sglang_dflash")
     if served is None:
         print(
             f"sglang-dflash: {url} does not serve DFLASH with this package. Start it with "
@@ -141,6 +146,7 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
         f"{served['verify_width']}. Coloured: accepted drafts, by position. Bold: the target's own "
         "tokens. Ctrl-D ends the chat.",
         style="dim",
+        markup=False,
     )
     while True:
         try:
@@ -149,7 +155,7 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
             return 0
         if not prompt.strip():
             continue
-        watched = Watched()
+        watched = Watched(bool(info.get("incremental_streaming_output")))
         try:
             for token in chat.ask(prompt, watched):
                 console.print(styled(token), end="", soft_wrap=True)

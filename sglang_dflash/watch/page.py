@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import NoReturn
+
+from sglang_dflash.errors import Refusal
 
 # The base URL of a server of the same target without speculation, in a server's environment.
 WITHOUT = "DFLASH_WITHOUT"
@@ -20,6 +23,7 @@ def page(server: str = "", without: str | None = None, api_key: str | None = Non
     server: the base URL of a DFLASH server, "" for the one that serves the page; without: that of a
     server of the same target without speculation; api_key: of both.
     """
+    server, without = server.rstrip("/"), without and without.rstrip("/")
     html = resources.files(__package__).joinpath("page.html").read_text()
     config = json.dumps({"server": server, "without": without, "api_key": api_key})
     assert html.count(CONFIG) == 1
@@ -27,11 +31,16 @@ def page(server: str = "", without: str | None = None, api_key: str | None = Non
 
 
 def serve(html: str, port: int, browse: bool) -> NoReturn:
-    """Serve the page on 127.0.0.1 until Ctrl-C. port: 0 for any free one; browse: open it."""
+    """Serve the page on 127.0.0.1 until Ctrl-C; raises `Refusal` if the port is in use.
+
+    The page may hold an API key, so its path is a secret. port: 0 for any free one; browse: open
+    the page.
+    """
+    path = f"/{secrets.token_urlsafe(16)}"
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path.split("?")[0] == "/"
+            found = secrets.compare_digest(self.path.encode(), path.encode())
             self.send_response(200 if found else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
@@ -42,8 +51,14 @@ def serve(html: str, port: int, browse: bool) -> NoReturn:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
-        url = f"http://127.0.0.1:{http.server_port}"
+    try:
+        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise Refusal(
+            f"No page on port {port}: {error.strerror}.", "Give another --port."
+        ) from None
+    with http:
+        url = f"http://127.0.0.1:{http.server_port}{path}"
         print(f"{url} shows the server's blocks. Ctrl-C ends the page.", flush=True)
         if browse:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()

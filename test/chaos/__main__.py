@@ -2,8 +2,8 @@
 
 A DFLASH server of the bundled pair with a tiny KV pool and SGLang's strict memory checks answers
 clients that leave and abort, while it is flushed, paused and stalled. Every answer must be the
-known one. After each round its slots are free, and it has no more memory and descriptors than
-after the first. Then servers are killed part by part.
+known one, or an abort that was asked for. After each round its slots are free, and it has no more
+memory and descriptors than after the first. Then servers are killed part by part.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def port_in_use() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         said = refused("--host", "127.0.0.1", "--port", port)
-    assert f"sglang-dflash: Port {port} of 127.0.0.1 is not free" in said, said[-2000:]
+    assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
 
 
 def missing_draft() -> None:

@@ -81,7 +81,7 @@ class Load:
             name = way.__name__.removeprefix("_")
             try:
                 way(question, rng)
-            except requests.RequestException as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ended would say nothing
                 self.wrong.append(f"{name}: {error!r}")
             self.counts[name] += 1
 
@@ -103,13 +103,17 @@ class Load:
 
     def _abort(self, question: Question, rng: random.Random) -> None:
         rid = f"chaos-{rng.getrandbits(64):x}"
-        timer = threading.Timer(
-            rng.uniform(0, 0.5), self.server.post, ("/abort_request", {"rid": rid})
-        )
+        timer = threading.Timer(rng.uniform(0, 0.5), self._send_abort, (rid,))
         timer.start()
         response = self.server.post("/generate", self._body(question, rid=rid))
         timer.join()
         self._judge("abort", question, response.status_code, response.json())
+
+    def _send_abort(self, rid: str) -> None:
+        try:
+            assert self.server.post("/abort_request", {"rid": rid}).status_code == 200
+        except Exception as error:  # noqa: BLE001 - as above
+            self.wrong.append(f"abort of {rid}: {error!r}")
 
     def _events(self, question: Question) -> Any:
         body = self._body(question, stream=True)
@@ -121,20 +125,27 @@ class Load:
 
     def _judge(self, how: str, question: Question, status: int, answer: dict[str, Any]) -> None:
         """An answer is the known one, or an abort that somebody asked for."""
-        if "abort" in json.dumps(answer.get("error", "")).lower():
+        if not self._judge_part(how, question, answer):
             return
-        if status != 200 or "error" in answer:
+        if status != 200:
             self.wrong.append(f"{how}: {status} {json.dumps(answer)[:300]}")
             return
-        self._judge_part(how, question, answer)
-        reason = answer["meta_info"]["finish_reason"]["type"]
-        if reason != "abort" and answer["output_ids"] != question.answer:
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            return
+        if answer["output_ids"] != question.answer:
             self.wrong.append(f"{how}: the answer to {question} ended early: {answer}")
+        self.counts["answered in full"] += 1
 
-    def _judge_part(self, how: str, question: Question, answer: dict[str, Any]) -> None:
-        given = answer.get("output_ids", [])
+    def _judge_part(self, how: str, question: Question, answer: dict[str, Any]) -> bool:
+        """Whether it is an answer, or the beginning of one, and no error."""
+        if "error" in answer:
+            if "abort" not in json.dumps(answer["error"]).lower():
+                self.wrong.append(f"{how}: {json.dumps(answer)[:300]}")
+            return False
+        given = answer["output_ids"]
         if given != question.answer[: len(given)]:
             self.wrong.append(f"{how}: {question} was answered by {given}")
+        return True
 
 
 def calm(server: Client, seconds: float = 60) -> None:

@@ -17,6 +17,7 @@ def test_nothing_is_lost() -> None:
     for way in ("whole", "stream", "leave", "abort", "flush", "pause", "stall", "bad_body"):
         assert counts[way] > 0, counts
     assert counts["retractions"] > 0
+    assert counts["answered in full"] > (counts["whole"] + counts["stream"]) / 2, counts
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)

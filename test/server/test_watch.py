@@ -23,7 +23,7 @@ from sglang_dflash.launch import free_port
 from sglang_dflash.requests.http_door import PAGE
 from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import on
-from test.servers import Client, chat
+from test.servers import TWO_RANKS, Client, chat
 
 QUESTION = held_out("word", 1, seed=41)[0].prompt
 TOKENS = 64  # more than this answer has
@@ -115,20 +115,18 @@ def watching(*flags: str) -> Iterator[str]:
 def test_the_page_of_a_server(
     server: Client, expected: dict[str, Any], browser: webdriver.Chrome
 ) -> None:
-    """The answer is the target's. Its tokens and blocks are those of the server's own counts."""
+    """The answer is the target's, and its tokens and blocks add up."""
     page = Page(browser, server.url + PAGE)
     page.ask(QUESTION)
     said = page.wait_for(r"tokens in \d+ steps")
     assert page.text("answer") == expected["text"]
     tokens, steps = map(int, re.findall(r"\d+", said)[:2])
     assert tokens == len(expected["output_ids"])
-    counts = server.generate(chat(QUESTION), max_new_tokens=TOKENS)["meta_info"]
     assert len(page.all("#answer .draft")) + len(page.all("#answer .own")) == tokens
     assert page.number("count") == steps == len(page.all("#steps li"))
     assert page.number("length") == pytest.approx((tokens - 1) / steps, abs=0.01)
     assert page.number("with") > 0
     assert 1 <= page.number("width") <= 16
-    assert len(page.all("#answer .draft")) >= counts["spec_verify_ct"]
     summaries = [item.text.split("\n")[0] for item in page.all("#steps li")]
     for number, summary in enumerate(reversed(summaries), start=1):
         assert re.fullmatch(
@@ -220,13 +218,38 @@ def test_steps_in_an_answer(server: Client) -> None:
     assert 1 + sum(step["num_committed"] for step in steps) == len(watched["output_ids"])
     place = 1  # behind the token of the prefill
     for step in steps:
-        assert len(step["drafts"]) == len(step["texts"]) == 15
+        assert len(step["drafts"]) == len(step["draft_texts"]) == 15
+        assert len(step["texts"]) == step["num_committed"]
+        assert step["place"] == place
         accepted = step["drafts"][: step["num_accepted"]]
         assert accepted == watched["output_ids"][place : place + step["num_accepted"]]
         assert step["num_accepted"] <= step["num_verified"] <= 15
         place += step["num_committed"]
+    assert_text(watched)
     times = [step["seconds"] for step in steps]
     assert times == sorted(times)
+
+
+def assert_text(answer: dict[str, Any]) -> None:
+    """The texts of the steps are those of the answer."""
+    steps = answer["meta_info"]["spec_steps"]
+    shown = "".join(step["text_before"] + "".join(step["texts"]) for step in steps)
+    assert shown.removesuffix("<|im_end|>") == answer["text"]
+
+
+@on(TWO_RANKS)
+def test_steps_of_requests_that_are_retracted(server: Client) -> None:
+    """After a retraction, a token of the answer belongs to a prefill and to no step."""
+    prompts = [example.prompt for example in held_out("code", 12, seed=44)]
+    watched = {"return_logprob": True, "custom_params": {"spec_steps": True}}
+    options = {"max_new_tokens": 90, "ignore_eos": True, **watched}
+    answers = server.generate_many(prompts, **options)
+    retractions = [answer["meta_info"]["num_retractions"] for answer in answers]
+    assert any(retractions), retractions
+    for answer, times in zip(answers, retractions, strict=True):
+        assert_text(answer)
+        committed = sum(step["num_committed"] for step in answer["meta_info"]["spec_steps"])
+        assert committed + 1 <= len(answer["output_ids"]) <= committed + 1 + times
 
 
 @on("auto")

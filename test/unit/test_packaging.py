@@ -27,7 +27,7 @@ BUILD = "import setuptools.build_meta as backend, sys; backend.{}(sys.argv[1])"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git tracks here, apart from build folders and caches."""
+    """A copy of this tree, apart from results, build folders and caches."""
     folder = tmp_path_factory.mktemp("source")
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
     return Path(shutil.copytree(REPO, folder / "repo", ignore=ignored))
@@ -164,6 +164,7 @@ def test_links_on_a_package_index(
     assert done.returncode == 0, done.stderr
     links = LINK.findall(metadata(wheel(tmp_path, "sglang_dflash")))
     assert "https://example.org/us/it/blob/main/docs/limits.md" in links
+    assert "https://example.org/us/it/raw/main/docs/images/watch.png" in links
     assert all(link.startswith(("https://", "#")) for link in links)
 
 
