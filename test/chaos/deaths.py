@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import requests
 
-from sglang_dflash.launch import LAUNCH, Server
+from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
@@ -111,11 +111,11 @@ def refused(*flags: str) -> str:
 
 def port_in_use() -> None:
     """A port that is in use is named."""
+    port = free_port()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        said = refused("--host", "127.0.0.1", "--port", port)
+        said = refused("--host", "127.0.0.1", "--port", str(port))
     assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
 
 
