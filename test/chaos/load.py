@@ -130,7 +130,7 @@ class Load:
         if status != 200:
             self.wrong.append(f"{how}: {status} {json.dumps(answer)[:300]}")
             return
-        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+        if _is_aborted(answer):
             return
         if answer["output_ids"] != question.answer:
             self.wrong.append(f"{how}: the answer to {question} ended early: {answer}")
@@ -143,9 +143,20 @@ class Load:
                 self.wrong.append(f"{how}: {json.dumps(answer)[:300]}")
             return False
         given = answer["output_ids"]
-        if given != question.answer[: len(given)]:
+        if answer["meta_info"]["finish_reason"] and len(given) == 1:
+            # SGLang ends the stream of a request that is aborted in the queue, as after a
+            # retraction, with its last token alone.
+            known = question.answer if _is_aborted(answer) else question.answer[:1]
+            is_right = given[0] in known
+        else:
+            is_right = given == question.answer[: len(given)]
+        if not is_right:
             self.wrong.append(f"{how}: {question} was answered by {given}")
         return True
+
+
+def _is_aborted(answer: dict[str, Any]) -> bool:
+    return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
 
 
 def calm(server: Client, seconds: float = 60) -> None:
