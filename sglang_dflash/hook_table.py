@@ -217,16 +217,22 @@ DFLASH_HOOKS = (
         "a missing group crashes SGLang's scheduler",
     ),
     Hook(
-        "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
-        "BEFORE",
-        "requests.control:check_weights",
-        "an unknown format crashes SGLang's scheduler",
-    ),
-    Hook(
         "managers.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
         "requests.generation:check_request",
         "values of a wrong type are passed on, and crash SGLang's scheduler",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "AROUND",
+        "requests.unsent:forget_unsent",
+        "SGLang keeps what it knows of a request that it refuses later",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
+        "BEFORE",
+        "requests.unsent:count_prefixes",
+        "with n > 1, SGLang unloads an adapter too early, or waits for ever to unload it",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

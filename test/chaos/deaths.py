@@ -47,8 +47,8 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
     return server.server.status
 
 
-def _killed(name: str) -> None:
-    with doomed() as server:
+def _killed(name: str, *flags: str) -> None:
+    with doomed(*flags) as server:
         asked, family = questions(server, random.Random(1), 4), processes(server)
         load = Load(server, asked, 1)
         with load:
@@ -71,8 +71,16 @@ def killed_detokenizer() -> None:
     _killed("detokenizer")
 
 
+def killed_scheduler_of_two_workers() -> None:
+    """So does one whose server has two processes for HTTP, under uvicorn's supervisor."""
+    _killed("scheduler", "--tokenizer-worker-num", "2")
+
+
 def vanished_draft() -> None:
-    """A draft that is deleted while it is served changes nothing; SIGTERM ends the server."""
+    """A draft that is deleted while it is served changes nothing.
+
+    SIGTERM ends the server. SGLang would wait for ever for a request that it has refused.
+    """
     with TemporaryDirectory() as folder:
         draft = Path(shutil.copytree(DRAFT, Path(folder, "draft")))
         with doomed("--speculative-draft-model-path", str(draft)) as server:
@@ -83,6 +91,9 @@ def vanished_draft() -> None:
                 assert again["output_ids"] == question.answer
             info = requests.get(f"{server.url}/server_info", timeout=30).json()
             assert info["sglang_dflash"]["draft"] == str(draft)
+            for n in (1, 2):
+                too_long = {"input_ids": [5] * 40_000, "sampling_params": {"n": n}}
+                assert server.post("/generate", too_long).status_code == 400
             os.kill(server.server.pid, signal.SIGTERM)
             ended(server, family)
 
@@ -110,13 +121,14 @@ def refused(*flags: str) -> str:
 
 
 def port_in_use() -> None:
-    """A port that is in use is named."""
+    """A port that is in use is named, whichever process would serve HTTP."""
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        said = refused("--host", "127.0.0.1", "--port", str(port))
-    assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
+        for flags in ((), ("--enable-http2",)):
+            said = refused("--host", "127.0.0.1", "--port", str(port), *flags)
+            assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
 
 
 def missing_draft() -> None:
@@ -130,6 +142,7 @@ def missing_draft() -> None:
 DEATHS = (
     killed_scheduler,
     killed_detokenizer,
+    killed_scheduler_of_two_workers,
     vanished_draft,
     full_disk,
     port_in_use,

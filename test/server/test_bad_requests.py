@@ -262,6 +262,29 @@ def test_a_session_begins_anew(server: Client) -> None:
 
 @on("auto")
 @pytest.mark.usefixtures("still_right")
+def test_a_refused_request_leaves_its_id(server: Client) -> None:
+    """SGLang knows the request by then, and would refuse the id for ever."""
+    long, params = [5] * 40_000, {"max_new_tokens": 2}
+    for refused, served in (
+        ({"input_ids": long}, {"input_ids": [5]}),
+        ({"input_ids": [[5], long]}, {"input_ids": [[5], [6]]}),
+        ({"input_ids": [long, [5]]}, {"input_ids": [[5], [6]]}),
+    ):
+        one = not isinstance(served["input_ids"][0], list)
+        for answers in (1, 2):
+            sampling = params | {"n": answers}
+            rid = {"rid": "again" if one else ["again-a", "again-b"]}
+            for _ in range(2):
+                body = {**refused, **rid, "sampling_params": sampling}
+                answer = post(server, "/generate", body)
+                assert answer.status_code == 400
+                assert "longer than" in answer.text
+            answer = post(server, "/generate", {**served, **rid, "sampling_params": sampling})
+            assert answer.status_code == 200, answer.text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
 def test_a_stream_says_so(server: Client) -> None:
     """SGLang has begun a stream before it looks at the request."""
     body = {"text": "x", "stream": True, "sampling_params": {"stop": 1}}
