@@ -86,6 +86,24 @@ DFLASH_HOOKS = (
         "SGLang refuses LoRA adapters with DFLASH",
     ),
     Hook(
+        "lora.lora_manager.LoRAManager.load_lora_weights",
+        "AFTER",
+        "adapters:check_weights",
+        "an adapter whose weights do not fit crashes SGLang's scheduler at its first request",
+    ),
+    Hook(
+        "lora.lora_manager.LoRAManager.load_lora_weights_from_tensors",
+        "AFTER",
+        "adapters:check_weights",
+        "so does one that a request brings",
+    ),
+    Hook(
+        "lora.lora_manager.LoRAManager.init_memory_pool",
+        "AFTER",
+        "adapters:check_all_weights",
+        "the adapters that a server starts with are loaded before their buffers exist",
+    ),
+    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",
@@ -215,6 +233,12 @@ DFLASH_HOOKS = (
         "AROUND",
         "requests.control:send_weights",
         "a missing group crashes SGLang's scheduler",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        "BEFORE",
+        "requests.control:check_weights",
+        "an unknown format crashes SGLang's scheduler",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager.generate_request",

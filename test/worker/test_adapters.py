@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -262,4 +263,13 @@ def test_adapted_experts_are_refused(draft: str, tmp_path: Path) -> None:
 def test_adapted_heads_are_refused(target: str, draft: str, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "head", Path(target), rank=2, vocabulary=("lm_head",))
     with pytest.raises(Refusal, match="lm_head"):
+        InProcess(target, draft, lora_paths=[str(path)])
+
+
+def test_wrong_weights_are_refused_at_the_start(target: str, draft: str, tmp_path: Path) -> None:
+    """`test/server/test_adapters_over_http.py` loads many more while a server runs."""
+    path = write_adapter(tmp_path / "wrong", Path(target), rank=4)
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 5}))
+    with pytest.raises(Refusal, match="wrong do not fit its config and the target"):
         InProcess(target, draft, lora_paths=[str(path)])

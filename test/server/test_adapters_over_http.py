@@ -1,0 +1,175 @@
+"""LoRA adapters over HTTP: they come and go, and a wrong one never ends a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from test.server.test_bad_requests import fuzz
+from test.servers import ADAPTERS, FULL, Client, running, with_adapters
+
+Damage = Callable[[Path], Any]
+FOUR = {"max_new_tokens": 4}
+TOO_LONG = [5] * 40_000
+SECONDS_TO_UNLOAD = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Client]:
+    with running(*FULL, *with_adapters(folder), dflash=True) as client:
+        yield client
+
+
+def config(**fields: Any) -> Damage:
+    def damage(adapter: Path) -> None:
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return damage
+
+
+def text(content: str) -> Damage:
+    return lambda adapter: (adapter / "adapter_config.json").write_text(content)
+
+
+def without(file: str) -> Damage:
+    return lambda adapter: (adapter / file).unlink()
+
+
+def weight(part: str, change: Callable[[Tensor], Tensor] | None) -> Damage:
+    """Change the first tensor whose name has this part; None takes it away."""
+
+    def damage(adapter: Path) -> None:
+        file = adapter / "adapter_model.safetensors"
+        weights = load_file(file)
+        name = next(name for name in weights if part in name)
+        old = weights.pop(name)
+        if change is not None:
+            weights[name] = change(old)
+        save_file(weights, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def named(name: str) -> Damage:
+    """Add a tensor of another name."""
+
+    def damage(adapter: Path) -> None:
+        file = adapter / "adapter_model.safetensors"
+        weights = load_file(file) | {f"base_model.model.model.{name}": torch.zeros(16, 7)}
+        save_file(weights, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def truncated(adapter: Path) -> None:
+    os.truncate(adapter / "adapter_model.safetensors", 1000)
+
+
+REFUSED: dict[str, Damage] = {
+    "no config": without("adapter_config.json"),
+    "no JSON": text("junk"),
+    "a list": text("[]"),
+    "an empty config": text("{}"),
+    "no weights": without("adapter_model.safetensors"),
+    "half a file": truncated,
+    "a rank of 999": config(r=999),
+    "a rank of 0": config(r=0),
+    "a rank in words": config(r="x"),
+    "a rank of other weights": config(r=5),
+    "no such module": config(target_modules=["nope"]),
+    "modules of no type": config(target_modules=5),
+    "another width": weight("q_proj.lora_A", lambda a: a[:, :7].contiguous()),
+    "another height": weight("down_proj.lora_B", lambda b: b[:9].contiguous()),
+    "a vector": weight("down_proj.lora_B", lambda b: b[:, 0].contiguous()),
+    "no such layer": named("layers.99.self_attn.q_proj.lora_A.weight"),
+    "a narrow vocabulary": weight("lora_embedding_A", lambda a: a[:, :7].contiguous()),
+    "NaN": weight("o_proj.lora_A", lambda a: a * float("nan")),
+    "infinity": weight("o_proj.lora_B", lambda b: b + float("inf")),
+}
+SERVED_OR_REFUSED: dict[str, Damage] = {
+    "a scale in words": config(lora_alpha="x"),
+    "RSLoRA": config(use_rslora=True),
+    "DoRA": config(use_dora=True),
+    "no A": weight("o_proj.lora_A", None),
+    "no B": weight("down_proj.lora_B", None),
+    "no A of V": weight("v_proj.lora_A", None),
+    "whole numbers": weight("o_proj.lora_A", lambda a: a.to(torch.int64)),
+    "no such projection": named("layers.0.zzz.lora_A.weight"),
+}
+
+
+def test_damaged_adapters(server: Client, folder: Path) -> None:
+    """SGLang's scheduler ends at the first request that uses one."""
+    alone = server.generate("def f(", **FOUR)["output_ids"]
+    failed = []
+    for name, damage in (REFUSED | SERVED_OR_REFUSED).items():
+        path = folder / "damaged"
+        shutil.copytree(folder / "wide", path)
+        damage(path)
+        asked = {"lora_name": name, "lora_path": str(path)}
+        loaded = server.post("/load_lora_adapter", asked)
+        shutil.rmtree(path)
+        if loaded.status_code == 200 and name in SERVED_OR_REFUSED:
+            body = {"text": "def f(", "lora_path": name, "sampling_params": FOUR}
+            loaded = server.post("/generate", body)
+            unloaded = server.post("/unload_lora_adapter", {"lora_name": name})
+            expected = loaded.status_code == unloaded.status_code == 200
+        else:
+            expected = loaded.status_code == 400
+        if not expected:
+            failed.append((name, loaded.status_code, loaded.text[:300]))
+        assert server.server.alive, (name, server.server.tail(60))
+    assert not failed, "\n".join(map(str, failed))
+    assert server.generate("def f(", **FOUR)["output_ids"] == alone
+
+
+@pytest.mark.parametrize("path", ["/nope", "x", "", "/etc"])
+def test_no_adapter_there(server: Client, path: str) -> None:
+    answer = server.post("/load_lora_adapter", {"lora_name": "another", "lora_path": path})
+    assert answer.status_code == 400
+
+
+def test_an_adapter_goes_when_its_requests_have_ended(server: Client, folder: Path) -> None:
+    """SGLang counts uses of an adapter, too few with `n`, too many where it refuses a request."""
+    code, other = "def f(", "x"
+    both = ["wide", "narrow"]
+    for body, status in (
+        ({"text": code, "lora_path": "wide", "sampling_params": FOUR}, 200),
+        ({"text": code, "lora_path": "wide", "sampling_params": FOUR | {"n": 2}}, 200),
+        ({"text": [code, other], "lora_path": both, "sampling_params": FOUR | {"n": 2}}, 200),
+        ({"input_ids": TOO_LONG, "lora_path": "wide"}, 400),
+        ({"input_ids": TOO_LONG, "lora_path": "wide", "sampling_params": {"n": 2}}, 400),
+        ({"input_ids": [TOO_LONG, [5]], "lora_path": both, "sampling_params": FOUR}, 400),
+        ({"input_ids": [[5], TOO_LONG], "lora_path": both, "sampling_params": FOUR}, 400),
+        ({"text": code, "lora_path": "nope"}, 400),
+    ):
+        answer = server.post("/generate", body)
+        assert answer.status_code == status, (body, answer.text)
+    for name in ADAPTERS:
+        before = time.monotonic()
+        answer = server.post("/unload_lora_adapter", {"lora_name": name})
+        assert answer.status_code == 200, answer.text
+        assert time.monotonic() - before < SECONDS_TO_UNLOAD
+        asked = {"lora_name": name, "lora_path": str(folder / name)}
+        assert server.post("/load_lora_adapter", asked).status_code == 200
+
+
+@pytest.mark.parametrize("examples", [50, pytest.param(1_000, marks=pytest.mark.full)])
+def test_no_request_is_an_error_of_the_server(server: Client, examples: int) -> None:
+    fuzz(server, examples)
