@@ -95,6 +95,18 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("enable_pdmux", (False,), ONE_STEP, "Leave it out."),
     (
+        "grpc_mode",
+        (False,),
+        "its server hands requests to the scheduler unchecked, and wrong ones crash it",
+        "Serve HTTP.",
+    ),
+    (
+        "use_ray",
+        (False,),
+        "SGLang loads no plugins in Ray's actors, so its own DFLASH would serve there",
+        "Leave it out.",
+    ),
+    (
         "enable_two_batch_overlap",
         (False,),
         "it splits a batch into two forwards, and a block is not split",
@@ -123,9 +135,23 @@ def check_flags(server_args: ServerArgs) -> None:
             given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
             raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
     _check_adapters(server_args)
+    _check_keys(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
+        )
+
+
+def _check_keys(server_args: ServerArgs) -> None:
+    """SGLang checks API keys in its main process only, which does not always serve HTTP."""
+    keys = {"--api-key": server_args.api_key, "--admin-api-key": server_args.admin_api_key}
+    given = [flag for flag, key in keys.items() if key is not None]
+    elsewhere = "--enable-http2" if server_args.enable_http2 else "--tokenizer-worker-num"
+    if given and (server_args.enable_http2 or server_args.tokenizer_worker_num > 1):
+        raise Refusal(
+            f"{' and '.join(given)} would not be checked with {elsewhere}: SGLang then serves HTTP "
+            "from other processes, which know no keys.",
+            f"Leave {elsewhere} out, or check keys in front of the server.",
         )
 
 

@@ -152,6 +152,12 @@ DFLASH_HOOKS = (
         "handlers answer wrong bodies with HTTP 500; this is the last call before HTTP is served",
     ),
     Hook(
+        "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
+        "BEFORE",
+        "requests.http_workers:start_with_plugins",
+        "processes that serve HTTP beside the main one load no plugins",
+    ),
+    Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
         "requests.ollama:refuse_as_others",

@@ -166,6 +166,7 @@ def running(
     dflash: bool,
     environment: dict[str, str] | None = None,
     family: str | None = None,
+    forks: bool = True,
 ) -> Iterator[Client]:
     """A server that is alive when the block is left, or the error shows the end of its log.
 
@@ -175,7 +176,10 @@ def running(
     given = {**os.environ, **STRICT, **(environment or {})}
     with (
         TemporaryDirectory() as folder,
-        Server([*arguments, *draft_of(family, folder)], with_forks(given, folder)) as server,
+        Server(
+            [*arguments, *draft_of(family, folder)],
+            with_forks(given, folder) if forks else given,
+        ) as server,
     ):
         try:
             yield Client(server, flags, dflash)

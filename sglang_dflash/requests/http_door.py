@@ -38,6 +38,11 @@ def install(server_args: Any, *_: Any, **__: Any) -> None:
     if not is_dflash(server_args):
         return
     refuse_taken_port(server_args.host, server_args.port)
+    install_checks()
+
+
+def install_checks() -> None:
+    """Add the checks and the page to the application of this process."""
     app.add_middleware(BodyChecks)
     app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
     app.add_api_route(PAGE, show_page, include_in_schema=False)

@@ -48,6 +48,8 @@ FLAGS: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "enable_lmcache": True,
     "enable_mixed_chunk": True,
+    "grpc_mode": True,
+    "use_ray": True,
 }
 
 
@@ -71,6 +73,20 @@ def test_flags(target: str, draft: str, flag: str) -> None:
     named = flag.replace("_", "-") in message or str(FLAGS[flag]) in message
     assert named, message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"tokenizer_worker_num": 2}, {"enable_http2": True}], ids=str
+)
+@pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
+def test_keys_that_nobody_would_check(
+    target: str, draft: str, key: str, elsewhere: dict[str, Any]
+) -> None:
+    """SGLang gives its keys to the main process, and these flags serve HTTP in others."""
+    with pytest.raises(Refusal, match=f"--{key.replace('_', '-')} would not be checked"):
+        arguments(target, draft, **elsewhere, **{key: "secret"})
+    assert arguments(target, draft, **elsewhere)
+    assert arguments(target, draft, **{key: "secret"})
 
 
 @pytest.mark.parametrize("window", [0, -5])

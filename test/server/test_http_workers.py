@@ -1,0 +1,79 @@
+"""HTTP from other processes than the main one: two tokenizer workers, or HTTP/2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_dflash.requests.http_door import PAGE
+from sglang_dflash.tiny.prompts import held_out
+from test.server.test_api import scraped, total
+from test.server.test_bad_requests import fuzz
+from test.servers import Client, chat, running
+
+PROMPTS = [chat(example.prompt) for example in held_out("word", 6, seed=51)]
+WAYS = {"HTTP/1.1": ("--tokenizer-worker-num", "2"), "HTTP/2": ("--enable-http2",)}
+TRIES = 6  # both workers get some
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def server(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """SGLang's processes are spawned, as for users: a fork has metrics already."""
+    flags = *WAYS[request.param], "--enable-metrics"
+    with running(*flags, dflash=True, forks=False) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Client) -> Iterator[httpx.Client]:
+    """A client that speaks one of the two versions alone."""
+    two = server.flags[0] == "--enable-http2"
+    with httpx.Client(base_url=server.url, http1=not two, http2=two, timeout=60) as client:
+        assert client.get("/health").http_version == ("HTTP/2" if two else "HTTP/1.1")
+        yield client
+
+
+def test_equals_the_target(server: Client, reference: Client, http: httpx.Client) -> None:
+    """SGLang's own DFLASH would count no verify steps."""
+    before, steps = total(scraped(server), "spec_verify_steps_total"), 0
+    for prompt in PROMPTS:
+        body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 64}}
+        answer = http.post("/generate", json=body).json()
+        assert answer["output_ids"] == reference.generate(prompt)["output_ids"]
+        steps += answer["meta_info"]["spec_verify_ct"]
+    assert total(scraped(server), "spec_verify_steps_total") - before == steps
+    info = http.get("/server_info").json()
+    assert info["sglang_dflash"]["verify_width"] == "auto"
+
+
+def test_every_process_checks(http: httpx.Client) -> None:
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        ("/generate", {"text": "x", "sampling_params": {"stop": 1}}, "stop"),
+        ("/generate", {"text": "x", "token_ids_logprob": [[1]]}, "token_ids_logprob"),
+        ("/generate", {"input_ids": [5] * 40_000}, "longer than"),
+        ("/start_profile", {"activities": ["x"]}, "activities"),
+        ("/api/chat", {"model": "x", "messages": []}, "messages"),
+        ("/v1/completions", {"model": "x", "prompt": ["x"], "extra_key": ["x"]}, "extra_key"),
+    ]
+    for path, body, named in bodies * TRIES:
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert named in answer.text
+
+
+def test_every_process_shows_steps(http: httpx.Client) -> None:
+    params = {"max_new_tokens": 16, "temperature": 0, "custom_params": {"spec_steps": True}}
+    for _ in range(TRIES):
+        assert "sglang-dflash" in http.get(PAGE).text
+        body = {"text": PROMPTS[0], "return_logprob": True, "sampling_params": params}
+        meta = http.post("/generate", json=body).json()["meta_info"]
+        assert len(meta["spec_steps"]) == meta["spec_verify_ct"] > 0
+
+
+def test_no_request_is_an_error_of_the_server(server: Client) -> None:
+    fuzz(server, 100)
