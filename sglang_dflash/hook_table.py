@@ -259,6 +259,12 @@ DFLASH_HOOKS = (
         "SGLang keeps what it knows of a request that it refuses later",
     ),
     Hook(
+        "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "AROUND",
+        "requests.media:refuse_wrong_media",
+        "SGLang answers a picture that cannot be read with HTTP 500",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
         "BEFORE",
         "requests.unsent:count_prefixes",

@@ -58,11 +58,17 @@ def word(token: int) -> str:
     return f"t{token:03d}"
 
 
-def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A tokenizer in which each word is one token."""
-    tokenizer = Tokenizer(WordLevel({word(i): i for i in range(vocab_size)}, unk_token=word(0)))
+def write_tokenizer(path: Path, vocab_size: int, special: dict[int, str] | None = None) -> None:
+    """A tokenizer in which each word is one token. special: the texts of its special tokens."""
+    texts = {i: word(i) for i in range(vocab_size)} | (special or {})
+    tokenizer = Tokenizer(WordLevel({text: i for i, text in texts.items()}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(EOS)).save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=word(EOS),
+        pad_token=word(0),
+        additional_special_tokens=list((special or {}).values()),
+    ).save_pretrained(path)
 
 
 def write_latent_pair(folder: Path) -> tuple[Path, Path]:

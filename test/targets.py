@@ -101,7 +101,12 @@ UNSAVED: dict[str, dict[str, Any]] = {  # fields that SGLang reads and Transform
     "DeepseekV3ForCausalLM": ROUTED,
     "DeepseekV2ForCausalLM": ROUTED | {"topk_method": "greedy", "scoring_func": "softmax"},
 }
-IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+IMAGE_TOKENS = {  # fields of the config, and the texts that Qwen's processors look for
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 MULTIMODAL: dict[str, dict[str, Any]] = {  # the text part matters; only text is compared
     "Qwen2_5_VLForConditionalGeneration": {
         "text_config": SIZES | {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
@@ -153,7 +158,8 @@ def write(folder: Path, architecture: str) -> Any:
         if name.endswith("A_log"):  # of a state that lasts for some tokens
             parameter.data = torch.rand_like(parameter) * 2 - 2
     model.save_pretrained(folder)
-    write_tokenizer(folder, VOCAB)
+    texts = enumerate(IMAGE_TOKENS.values(), VOCAB - 9)
+    write_tokenizer(folder, VOCAB, dict(texts) if architecture in MULTIMODAL else None)
     if architecture in UNSAVED:
         name_unsaved(folder, UNSAVED[architecture])
     if architecture in MULTIMODAL:
@@ -194,12 +200,14 @@ def write_kimi(folder: Path) -> Any:
 
 
 def write_processor(folder: Path, family: str) -> None:
-    """Write a processor. SGLang reads one at startup, although these tests send no images."""
+    """Write a processor of small images. SGLang reads one at startup."""
     if family.startswith("Qwen3_5"):  # has no processor of its own
         family = "Qwen3VL"
     video = "Qwen3VLVideoProcessor" if family == "Qwen3VL" else "Qwen2VLVideoProcessor"
     getattr(transformers, f"{family}Processor")(
-        image_processor=transformers.Qwen2VLImageProcessor(),
+        image_processor=transformers.Qwen2VLImageProcessor(
+            patch_size=16, min_pixels=32 * 32, max_pixels=256 * 256
+        ),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
         video_processor=getattr(transformers, video)(),
     ).save_pretrained(folder)

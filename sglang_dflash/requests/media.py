@@ -1,0 +1,36 @@
+"""Pictures, videos and sounds that cannot be read are the client's error."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.errors import Refusal
+
+logger = logging.getLogger(__name__)
+
+ERRORS_OF_THE_SERVER = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
+    """AROUND `TokenizerManager._tokenize_one_request`, which reads the media of a request.
+
+    SGLang answers with HTTP 500. Each decoder has errors of its own, so all are caught. The log
+    keeps the traceback.
+    """
+    try:
+        return await original(manager, obj)
+    except (ValueError, *ERRORS_OF_THE_SERVER):  # a `ValueError` is HTTP 400 as it is
+        raise
+    except Exception as error:
+        if not (obj.contains_mm_input() and is_dflash(manager.server_args)):
+            raise
+        logger.warning("The media of the request %s cannot be read.", obj.rid, exc_info=True)
+        why = str(error) or type(error).__name__
+        raise Refusal(
+            f"The media of this request cannot be read: {why}.",
+            "Send media that this model takes, with a place for each in the prompt.",
+        ) from error
