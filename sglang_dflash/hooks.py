@@ -46,8 +46,6 @@ def validate_request(req: Any) -> str | None:
         "input_ids": req.origin_input_ids_unpadded,
         "token_ids_logprob": req.logprob.token_ids_logprob,
     }
-    if params.min_new_tokens > 0:
-        tokens["stop_token_ids"] = params.stop_token_ids
     for field, ids in tokens.items():
         if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
             req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
