@@ -160,14 +160,26 @@ DFLASH_HOOKS = (
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
-        "requests.ollama:refuse_as_others",
+        "requests.other_apis:refuse_ollama",
         "SGLang answers its own refusals with HTTP 500 here",
     ),
     Hook(
         "entrypoints.ollama.serving.OllamaServing.handle_generate",
         "AROUND",
-        "requests.ollama:refuse_as_others",
+        "requests.other_apis:refuse_ollama",
         "SGLang answers its own refusals with HTTP 500 here, too",
+    ),
+    Hook(
+        "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+        "AROUND",
+        "requests.other_apis:refuse_anthropic",
+        "SGLang answers a client's error with HTTP 500, or breaks a stream off",
+    ),
+    Hook(
+        "entrypoints.openai.serving_responses.OpenAIServingResponses.responses_stream_generator",
+        "AROUND",
+        "requests.other_apis:end_with_an_error",
+        "SGLang breaks the stream off",
     ),
     Hook(
         "managers.communicator.FanOutCommunicator.__call__",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 from hypothesis import HealthCheck, Phase, given, settings
+from openai import OpenAI
 
 from sglang_dflash.tiny.prompts import held_out
 from test.server.bodies import Bodies, Case, cases
@@ -291,6 +292,49 @@ def test_a_stream_says_so(server: Client) -> None:
     assert '"code":400' in post(server, "/generate", body).text
     body = {"model": "x", "prompt": "x", "stream": True, "options": {"stop": 1}}
     assert post(server, "/api/generate", body).status_code == 400
+
+
+# What SGLang refuses after an endpoint has taken it: the prompt, or this temperature.
+LATE: list[tuple[str, str, dict[str, Any]]] = [
+    ("/generate", "text", {"sampling_params": {"temperature": -5}}),
+    ("/v1/completions", "prompt", {"model": "x", "temperature": -5}),
+    ("/v1/chat/completions", "messages", {"model": "x", "temperature": -5}),
+    ("/v1/messages", "messages", {"model": "x", "max_tokens": 4, "temperature": -5}),
+    ("/v1/responses", "input", {"model": "x", "temperature": -5}),
+    ("/api/chat", "messages", {"model": "x", "options": {"temperature": -5}}),
+    ("/api/generate", "prompt", {"model": "x", "options": {"temperature": -5}}),
+    ("/invocations", "messages", {"model": "x", "temperature": -5}),
+]
+
+
+@on("auto")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("still_right")
+def test_each_api_names_a_late_error(server: Client, stream: bool) -> None:
+    for path, field, cold in LATE:
+        steering = {"temperature", "sampling_params", "options"}
+        fine = {name: value for name, value in cold.items() if name not in steering}
+        for text, options, named in (
+            ("x", cold, "temperature must be"),
+            ("def f( " * 20_000, fine, "longer than"),
+        ):
+            prompt = [{"role": "user", "content": text}] if field == "messages" else text
+            answer = post(server, path, {**options, field: prompt, "stream": stream})
+            assert named in answer.text, (path, answer.status_code, answer.text[:300])
+            if stream and path == "/generate":
+                assert '"code":400' in answer.text
+            elif stream and path == "/v1/responses":
+                assert "event: error\n" in answer.text
+            else:
+                assert answer.status_code == 400
+
+
+@on("auto")
+def test_openai_reads_the_error_of_a_stream(server: Client) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    *_, last = client.responses.create(model="x", input="x", stream=True, temperature=-5)
+    assert last.type == "error"
+    assert "temperature must be" in last.message
 
 
 def failure(server: Client, case: Case) -> str | None:

@@ -1,0 +1,93 @@
+"""Three APIs answer a client's error as SGLang's own do: Ollama's, Anthropic's, and Responses.
+
+The error is a `ValueError`. SGLang answers with HTTP 500 there, or breaks a stream off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from copy import copy
+from typing import Any
+
+from openai.types.responses import ResponseErrorEvent
+from starlette.responses import Response, StreamingResponse
+
+from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.errors import Refusal
+
+
+async def refuse_ollama(original: Any, serving: Any, *request: Any) -> Any:
+    """AROUND `OllamaServing.handle_chat` and `.handle_generate`."""
+    if not is_dflash(serving.tokenizer_manager.server_args):
+        return await original(serving, *request)
+    try:
+        return await _begun(await original(serving, *request))
+    except Refusal:
+        raise
+    except ValueError as error:
+        raise Refusal(str(error), "Correct the request.") from error
+
+
+async def refuse_anthropic(original: Any, serving: Any, *request: Any) -> Any:
+    """AROUND `AnthropicServing.handle_messages`, which does not read what the chat API answers."""
+    if not is_dflash(serving.openai_serving_chat.tokenizer_manager.server_args):
+        return await original(serving, *request)
+    ours, chat, answers = copy(serving), copy(serving.openai_serving_chat), []
+
+    async def recorded(*chat_request: Any) -> Any:
+        answers.append(
+            await serving.openai_serving_chat._handle_non_streaming_request(*chat_request)
+        )
+        return answers[-1]
+
+    chat._handle_non_streaming_request = recorded
+    ours.openai_serving_chat = chat
+    try:
+        response = await _begun(await original(ours, *request))
+    except ValueError as error:
+        return serving._error_response(400, "invalid_request_error", str(error))
+    for answer in answers:
+        if isinstance(answer, Response) and answer.status_code == 400:
+            why = json.loads(bytes(answer.body))["message"]
+            return serving._error_response(400, "invalid_request_error", why)
+    return response
+
+
+async def end_with_an_error(
+    original: Any, serving: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[str]:
+    """AROUND `OpenAIServingResponses.responses_stream_generator`: the last event names the error.
+
+    SGLang has sent two events before it looks at the request.
+    """
+    sent = 0
+    try:
+        async for event in original(serving, *args, **kwargs):
+            yield event
+            sent += 1
+    except ValueError as error:
+        if not is_dflash(serving.tokenizer_manager.server_args):
+            raise
+        last = ResponseErrorEvent(
+            type="error",
+            code="invalid_request_error",
+            message=str(error),
+            param=None,
+            sequence_number=sent,
+        )
+        yield f"event: error\ndata: {last.model_dump_json()}\n\n"
+
+
+async def _begun(response: Any) -> Any:
+    """The response, whose first chunk is made if it is a stream. May raise what this raises."""
+    if isinstance(response, StreamingResponse):
+        chunks = aiter(response.body_iterator)
+        response.body_iterator = _behind(await anext(chunks), chunks)
+    return response
+
+
+async def _behind(first: Any, chunks: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
