@@ -8,6 +8,7 @@ everything below is in place. Nothing that can fail comes before it.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -46,7 +47,22 @@ def missing_parts() -> list[str]:
             return [f"the plugin {CPU_PLUGIN} is not loaded"]
         wanted += of_cpu
     patched = {name.removeprefix("sglang.srt.") for name in HookRegistry._patched}
-    return [f"no hook on {target}" for target in wanted if target not in patched]
+    missing = [_why_missing(target) for target in wanted if target not in patched]
+    return list(dict.fromkeys(missing))
+
+
+def _why_missing(target: str) -> str:
+    """Name the target, or its module if this cannot be imported: SGLang does not log that."""
+    module = "sglang.srt"
+    for part in target.split("."):
+        module += f".{part}"
+        try:
+            import_module(module)
+        except (ImportError, OSError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                break  # a class or a function
+            return f"{module} cannot be imported ({error})"
+    return f"no hook on {target}"
 
 
 def _targets_of(plugin: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers import scheduler
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import options, plugin
@@ -187,6 +189,20 @@ def test_a_block_that_does_not_fit_the_window(target: str, tmp_path: Path) -> No
     with pytest.raises(Refusal, match="window of 6"):
         arguments(target, str(path))
     assert arguments(target, str(path), speculative_dflash_block_size=6)
+
+
+def test_why_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that cannot be imported is named, with the reason, and once."""
+    gone = [name for name in HookRegistry._patched if ".TokenizerManager." in name]
+    lora = "sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool"
+    assert len(gone) > 1
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {*gone, lora})
+    module = "sglang.srt.managers.tokenizer_manager"
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # so that it cannot be imported
+    first, second = plugin.missing_parts()
+    assert first == "no hook on lora.lora_manager.LoRAManager.init_memory_pool"
+    assert re.fullmatch(rf"{re.escape(module)} cannot be imported \(import of uvloop .*\)", second)
 
 
 def test_what_a_scheduler_logs() -> None:
