@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
-from sglang_dflash.errors import Refusal
+from sglang_dflash.errors import WRONG_WEIGHTS, Refusal
 from sglang_dflash.temporary import temporarily
 
 CHUNK = 16  # tokens of a segment in csgmv, at least
@@ -19,9 +19,6 @@ BUFFERS = (
     *("lm_head_A_buffer", "lm_head_B_buffer", "new_embeddings_buffer"),
 )
 ANOTHER_ADAPTER = "Load an adapter that was trained for this target."
-ERRORS_OF_WRONG_WEIGHTS = (
-    *(AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
 
 
 def has_adapters(server_args: Any) -> bool:
@@ -39,6 +36,21 @@ def check_adapters(original: Callable[..., None], server_args: Any) -> None:
         return original(server_args)
     with temporarily(server_args, speculative_algorithm=None):
         return original(server_args)
+
+
+def load_from_tensors(original: Any, worker: Any, request: Any) -> Any:
+    """AROUND `BaseTpWorker.load_lora_adapter_from_tensors`: answer in any case.
+
+    SGLang catches the errors of an adapter, and not those of reading its tensors.
+    """
+    if not serves_dflash():
+        return original(worker, request)
+    try:
+        return original(worker, request)
+    except WRONG_WEIGHTS as error:
+        return worker.model_runner.lora_manager.create_lora_update_result(
+            success=False, error_message=f"serialized_tensors cannot be read: {error!r}."
+        )
 
 
 def check_weights(_: None, manager: Any, ref: Any, *__: Any) -> None:
@@ -68,7 +80,10 @@ def _check(manager: Any, adapter: str, name: str) -> None:
     The copy is made into buffers that have shapes and no memory.
     """
     pool, loaded = manager.memory_pool, manager.loras[adapter]
-    for weights in (loaded.embedding_layers, *(layer.weights for layer in loaded.layers)):
+    groups = loaded.embedding_layers, *(layer.weights for layer in loaded.layers)
+    if not any(groups):
+        raise Refusal(f"The LoRA adapter {name} has no weights for this target.", ANOTHER_ADAPTER)
+    for weights in groups:
         for tensor, values in weights.items():
             if not torch.isfinite(values).all():
                 raise Refusal(
@@ -79,7 +94,7 @@ def _check(manager: Any, adapter: str, name: str) -> None:
     try:
         with temporarily(pool, pin_memory_available=False, **shapes):
             pool.load_lora_weight_to_buffer(adapter, 0, loaded, *modules)
-    except ERRORS_OF_WRONG_WEIGHTS as error:
+    except WRONG_WEIGHTS as error:
         raise Refusal(
             f"The weights of the LoRA adapter {name} do not fit its config and the target: "
             f"{error!r}.",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import reprlib
+from multiprocessing import ProcessError
 
 # SGLang's own DFLASH serves some things that were not compared with this package.
 BUILT_IN = "Or, on a GPU, set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
 WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of many
+# What SGLang raises when it reads tensors of a stranger.
+WRONG_WEIGHTS = (
+    *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
+    *(
+        OSError,
+        ProcessError,
+        pickle.UnpicklingError,
+    ),  # also from memory that another process shares
+)
 LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
 
 _SHORT = reprlib.Repr()

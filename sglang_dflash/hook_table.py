@@ -98,6 +98,12 @@ DFLASH_HOOKS = (
         "so does one that a request brings",
     ),
     Hook(
+        "managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors",
+        "AROUND",
+        "adapters:load_from_tensors",
+        "tensors that cannot be read crash SGLang's scheduler",
+    ),
+    Hook(
         "lora.lora_manager.LoRAManager.init_memory_pool",
         "AFTER",
         "adapters:check_all_weights",
@@ -150,6 +156,12 @@ DFLASH_HOOKS = (
         "BEFORE",
         "requests.http_door:install",
         "handlers answer wrong bodies with HTTP 500; this is the last call before HTTP is served",
+    ),
+    Hook(
+        "utils.common._get_fastapi_request_path",
+        "AROUND",
+        "requests.http_door:path_of",
+        "with metrics, SGLang answers `/v1/loads` with HTTP 500",
     ),
     Hook(
         "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",

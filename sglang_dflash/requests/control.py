@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,11 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
-from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.errors import WRONG_WEIGHTS, Refusal, shown
 from sglang_dflash.platforms import platform_of
 from sglang_dflash.requests.annotations import INT32, Rule, number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
-ERRORS_OF_WRONG_WEIGHTS = (
-    *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
-    pickle.UnpicklingError,
-)
 WRITABLE_FOLDER = "Name a folder that the server can write."
 STATE = {  # fields that SGLang lets a client set, with the annotation of each
     "pp_max_micro_batch_size": INT32,
@@ -116,7 +111,7 @@ def update_from_tensor(
         return original(updater, request)
     try:
         return original(updater, request)
-    except ERRORS_OF_WRONG_WEIGHTS as error:
+    except WRONG_WEIGHTS as error:
         torch.distributed.barrier(group=updater.tp_cpu_group)  # the other ranks wait in it
         why = f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
         return UpdateWeightsFromTensorReqOutput(False, why)

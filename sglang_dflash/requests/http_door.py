@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_dflash.algorithm import is_dflash
+from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.errors import Refusal, shown
 from sglang_dflash.requests.endpoints import ENDPOINT_CHECKS, Query
 from sglang_dflash.watch.page import WITHOUT, page
@@ -46,6 +46,20 @@ def install_checks() -> None:
     app.add_middleware(BodyChecks)
     app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
     app.add_api_route(PAGE, show_page, include_in_schema=False)
+
+
+def path_of(original: Any, request: Any) -> tuple[str, bool]:
+    """AROUND `_get_fastapi_request_path`: the path that metrics name, and whether it is served.
+
+    SGLang asks for the path of a route, and in this release of FastAPI a router has none.
+    """
+    try:
+        path, served = original(request)
+    except AttributeError:
+        if not serves_dflash():
+            raise
+        path, served = request.url.path, True
+    return path, served
 
 
 def refuse_taken_port(host: str, port: int) -> None:

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from test.server.test_bad_requests import fuzz
+from test.server.test_bad_requests import fuzz, serialised
 from test.servers import ADAPTERS, FULL, Client, running, with_adapters
 
 Damage = Callable[[Path], Any]
 FOUR = {"max_new_tokens": 4}
+SEEN = {"max_new_tokens": 40, "temperature": 0}
 TOO_LONG = [5] * 40_000
 SECONDS_TO_UNLOAD = 20
 
@@ -137,6 +138,34 @@ def test_damaged_adapters(server: Client, folder: Path) -> None:
         assert server.server.alive, (name, server.server.tail(60))
     assert not failed, "\n".join(map(str, failed))
     assert server.generate("def f(", **FOUR)["output_ids"] == alone
+
+
+def test_adapters_from_tensors(server: Client, folder: Path) -> None:
+    """The same adapter answers alike, and tensors that are none end no server."""
+    path = folder / "narrow"
+    weights = load_file(path / "adapter_model.safetensors")
+    fields = json.loads((path / "adapter_config.json").read_text())
+
+    def load(tensors: str, config: dict[str, Any] = fields) -> int:
+        body = {"lora_name": "sent", "config_dict": config, "serialized_tensors": tensors}
+        return server.post("/load_lora_adapter_from_tensors", body).status_code
+
+    for wrong in ("", "x", "\0", "AAAA", serialised(5), serialised([]), serialised({"x": 1})):
+        assert load(wrong) == 400, wrong
+        assert server.server.alive, server.server.tail(60)
+    name = next(iter(weights))
+    for changed in (weights[name] * float("nan"), weights[name][:, :3]):
+        assert load(serialised(weights | {name: changed})) == 400
+    assert load(serialised(weights), {}) == load(serialised(weights), fields | {"r": 5}) == 400
+    assert load(serialised(weights, "file_descriptor")) == 400  # the server's family alone can read
+    assert load(serialised(weights)) == 200
+    answers = [
+        server.post("/generate", {"text": "def f(", "lora_path": adapter, "sampling_params": SEEN})
+        for adapter in ("narrow", "sent", None)
+    ]
+    sent, same, none = (answer.json()["output_ids"] for answer in answers)
+    assert sent == same != none
+    assert server.post("/unload_lora_adapter", {"lora_name": "sent"}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/nope", "x", "", "/etc"])

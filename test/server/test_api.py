@@ -55,6 +55,16 @@ def total(samples: dict[str, list[Sample]], name: str) -> float:
 
 
 @on(TWO_RANKS)
+def test_loads_beside_metrics(server: Client) -> None:
+    """SGLang's middleware for metrics fails on this path."""
+    answer = requests.get(f"{server.url}/v1/loads", timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["loads"][0]["num_running_reqs"] == 0
+    counted = [s.labels for s in scraped(server)["sglang:http_responses_total"]]
+    assert "/v1/loads" in {labels["endpoint"] for labels in counted}
+
+
+@on(TWO_RANKS)
 def test_counters_and_metrics(server: Client) -> None:
     """meta_info and Prometheus agree with each other, with SGLang's counts and with the text."""
     before = scraped(server)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from openai import OpenAI
+from sglang.srt.utils import MultiprocessingSerializer
+from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from sglang_dflash.tiny.prompts import held_out
 from test.server.bodies import Bodies, Case, cases
@@ -231,6 +234,29 @@ def test_other_endpoints_say_what_is_wrong(server: Client) -> None:
             failed.append((path, body, answer.status_code, answer.text[:200]))
     assert not failed, "\n".join(map(str, failed))
     assert requests.get(f"{server.url}/v1/loads?include=x", timeout=60).status_code == 400
+
+
+def serialised(content: Any, shared_by: str = "file_system") -> str:
+    """Tensors as SGLang takes them. With "file_descriptor", only a child of this process can."""
+    usual = get_sharing_strategy()
+    set_sharing_strategy(shared_by)
+    try:
+        text: str = MultiprocessingSerializer.serialize(content, output_str=True)
+    finally:
+        set_sharing_strategy(usual)
+    return text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_weights_that_cannot_be_taken(server: Client) -> None:
+    """They are out of the server's reach, or of another shape."""
+    for shared_by, named in (("file_descriptor", "Authentication"), ("file_system", "Assertion")):
+        weights = serialised([("model.norm.weight", torch.zeros(2))], shared_by)
+        body = {"serialized_named_tensors": [weights]}
+        answer = post(server, "/update_weights_from_tensor", body)
+        assert answer.status_code == 400, answer.text
+        assert named in answer.text
 
 
 @on("auto")
