@@ -188,6 +188,12 @@ DFLASH_HOOKS = (
         "SGLang answers a client's error with HTTP 500, or breaks a stream off",
     ),
     Hook(
+        "entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
+        "AROUND",
+        "requests.other_apis:refuse_anthropic",
+        "SGLang answers a client's error with HTTP 500 here, too",
+    ),
+    Hook(
         "entrypoints.openai.serving_responses.OpenAIServingResponses.responses_stream_generator",
         "AROUND",
         "requests.other_apis:end_with_an_error",

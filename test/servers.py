@@ -104,6 +104,7 @@ SERVERS = {  # by the name that tests give
         (*FULL, "--page-size", "256", "--disable-radix-cache"), full=True, family="domino"
     ),
     "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), full=True),
+    "no tokenizer": Setup(("--skip-tokenizer-init",), full=True),
     "short wait": Setup(*SHORT_WAIT, full=True),
     "short run": Setup(*SHORT_RUN, full=True),
     "no speculation": Setup(ALL_FEATURES, dflash=False, full=True),

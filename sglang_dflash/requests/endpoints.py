@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.errors import Refusal, shown
 
@@ -108,6 +109,14 @@ def openai(body: Any, query: Query) -> None:
             raise Refusal(f"{name} is {shown(given[name])}.", "It must be text.")
 
 
+def text(body: Any, query: Query) -> None:
+    """Without a tokenizer, SGLang answers requests for text with HTTP 500."""
+    raise Refusal(
+        "This server has no tokenizer, because it was started with --skip-tokenizer-init.",
+        "Send input_ids to /generate.",
+    )
+
+
 def sections(body: Any, query: Query) -> None:
     """SGLang answers an unknown section of `/v1/loads` with HTTP 500."""
     for name in query["include"].split(",") if query.get("include") else ():
@@ -144,3 +153,15 @@ ENDPOINT_CHECKS: dict[str, Check] = {  # by the name of SGLang's handler
     "v1_responses_request": typed(ResponsesRequest),
     "vertex_generate": parameters_of_vertex,
 }
+OF_TEXT = {
+    *("openai_v1_completions", "openai_v1_chat_completions", "sagemaker_chat_completions"),
+    *("openai_v1_tokenize", "openai_v1_detokenize", "v1_responses_request", "v1_rerank_request"),
+    *("anthropic_v1_messages", "anthropic_v1_count_tokens", "ollama_chat", "ollama_generate"),
+}
+
+
+def check_of(handler: str) -> Check | None:
+    """The check of a handler of SGLang in a server that runs; None: it needs none."""
+    if handler in OF_TEXT and get_global_server_args().skip_tokenizer_init:
+        return text
+    return ENDPOINT_CHECKS.get(handler)

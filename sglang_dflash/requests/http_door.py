@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.errors import Refusal, shown
-from sglang_dflash.requests.endpoints import ENDPOINT_CHECKS, Query
+from sglang_dflash.requests.endpoints import Query, check_of
 from sglang_dflash.watch.page import WITHOUT, page
 
 PAGE = "/dflash"
@@ -98,11 +98,7 @@ class BodyChecks:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.checks = {
-            route.path: ENDPOINT_CHECKS[route.name]
-            for route in _routes()
-            if route.name in ENDPOINT_CHECKS
-        }
+        self.handlers = {route.path: route.name for route in _routes()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -127,7 +123,7 @@ class BodyChecks:
             raise Refusal(
                 "The body is nested too deeply.", f"Nest {DEEPEST} lists and objects at most."
             )
-        check = self.checks.get(path)
+        check = check_of(self.handlers.get(path, ""))
         if check is None and not HALF.search(body):
             return
         try:

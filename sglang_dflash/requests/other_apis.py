@@ -6,7 +6,7 @@ The error is a `ValueError`. SGLang answers with HTTP 500 there, or breaks a str
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from copy import copy
 from typing import Any
 
@@ -30,27 +30,42 @@ async def refuse_ollama(original: Any, serving: Any, *request: Any) -> Any:
 
 
 async def refuse_anthropic(original: Any, serving: Any, *request: Any) -> Any:
-    """AROUND `AnthropicServing.handle_messages`, which does not read what the chat API answers."""
-    if not is_dflash(serving.openai_serving_chat.tokenizer_manager.server_args):
+    """AROUND `AnthropicServing.handle_messages` and `.handle_count_tokens`.
+
+    They hide what the chat API says. So they get a copy of it that notes what is wrong.
+    """
+    chat = serving.openai_serving_chat
+    if not is_dflash(chat.tokenizer_manager.server_args):
         return await original(serving, *request)
-    ours, chat, answers = copy(serving), copy(serving.openai_serving_chat), []
+    wrong: list[str] = []
 
-    async def recorded(*chat_request: Any) -> Any:
-        answers.append(
-            await serving.openai_serving_chat._handle_non_streaming_request(*chat_request)
-        )
-        return answers[-1]
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except ValueError as error:
+                wrong.append(str(error))
+                raise
 
-    chat._handle_non_streaming_request = recorded
-    ours.openai_serving_chat = chat
+        return call
+
+    async def handle(*chat_request: Any) -> Any:
+        answer = await chat._handle_non_streaming_request(*chat_request)
+        if isinstance(answer, Response) and answer.status_code == 400:
+            wrong.append(json.loads(bytes(answer.body))["message"])
+        return answer
+
+    ours, noted = copy(serving), copy(chat)
+    noted._convert_to_internal_request = noting(chat._convert_to_internal_request)
+    noted._process_messages = noting(chat._process_messages)
+    noted._handle_non_streaming_request = handle
+    ours.openai_serving_chat = noted
     try:
         response = await _begun(await original(ours, *request))
     except ValueError as error:
-        return serving._error_response(400, "invalid_request_error", str(error))
-    for answer in answers:
-        if isinstance(answer, Response) and answer.status_code == 400:
-            why = json.loads(bytes(answer.body))["message"]
-            return serving._error_response(400, "invalid_request_error", why)
+        wrong.append(str(error))
+    if wrong:
+        return serving._error_response(400, "invalid_request_error", wrong[0])
     return response
 
 

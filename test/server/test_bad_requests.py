@@ -154,6 +154,11 @@ ELSEWHERE: list[tuple[str, Any, str]] = [
     ("/remove_external_corpus", [], "body"),
     ("/add_external_corpus", 5, "body"),
     ("/v1/messages/count_tokens", {"model": "x", "messages": []}, "messages"),
+    (
+        "/v1/messages",
+        {"model": "x", "max_tokens": 2**63, "messages": [{"role": "user", "content": "x"}]},
+        "max_new_tokens",
+    ),
     ("/api/chat", {"model": "x", "messages": []}, "messages"),
     ("/api/generate", {"model": "x", "prompt": "x", "options": {"temperature": -1}}, "temperature"),
     ("/encode", {"text": ["x"], "rid": "x"}, "embedding"),
@@ -431,3 +436,17 @@ def fuzz(server: Client, examples: int) -> None:
 @pytest.mark.usefixtures("still_right")
 def test_no_request_is_an_error_of_the_server(server: Client, examples: int) -> None:
     fuzz(server, examples)
+
+
+@on("no tokenizer")
+def test_a_server_without_a_tokenizer(server: Client, reference: Client) -> None:
+    """It takes tokens, and says so of requests for text."""
+    ids = [13, 790, 368]
+    served, alone = (client.generate(ids, max_new_tokens=24) for client in (server, reference))
+    assert served["output_ids"] == alone["output_ids"]
+    for path, field, _ in LATE[1:]:
+        said = [{"role": "user", "content": "x"}] if field == "messages" else "x"
+        answer = post(server, path, {"model": "x", "max_tokens": 4, field: said})
+        assert answer.status_code == 400, (path, answer.text)
+        assert "--skip-tokenizer-init" in answer.text
+    fuzz(server, 1_000)
