@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.algorithm import is_dflash, serves_dflash
-from sglang_dflash.errors import WRONG_WEIGHTS, Refusal
+from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.temporary import temporarily
 
 CHUNK = 16  # tokens of a segment in csgmv, at least
-BUFFERS = (
-    *("A_buffer", "B_buffer", "embedding_A_buffer", "embedding_B_buffer"),
-    *("lm_head_A_buffer", "lm_head_B_buffer", "new_embeddings_buffer"),
-)
-ANOTHER_ADAPTER = "Load an adapter that was trained for this target."
 
 
 def has_adapters(server_args: Any) -> bool:
@@ -36,80 +30,6 @@ def check_adapters(original: Callable[..., None], server_args: Any) -> None:
         return original(server_args)
     with temporarily(server_args, speculative_algorithm=None):
         return original(server_args)
-
-
-def load_from_tensors(original: Any, worker: Any, request: Any) -> Any:
-    """AROUND `BaseTpWorker.load_lora_adapter_from_tensors`: answer in any case.
-
-    SGLang catches the errors of an adapter, and not those of reading its tensors.
-    """
-    if not serves_dflash():
-        return original(worker, request)
-    try:
-        return original(worker, request)
-    except WRONG_WEIGHTS as error:
-        return worker.model_runner.lora_manager.create_lora_update_result(
-            success=False, error_message=f"serialized_tensors cannot be read: {error!r}."
-        )
-
-
-def check_weights(_: None, manager: Any, ref: Any, *__: Any) -> None:
-    """AFTER `LoRAManager.load_lora_weights` and `.load_lora_weights_from_tensors`.
-
-    Refuse an adapter whose weights are not finite, or do not fit its config and the target.
-    SGLang's scheduler crashes when a request uses it. SGLang answers with this `Refusal`.
-    """
-    if hasattr(manager, "memory_pool") and serves_dflash():  # else `check_all_weights` follows
-        try:
-            _check(manager, ref.lora_id, ref.lora_name)
-        except Refusal:
-            del manager.loras[ref.lora_id]
-            raise
-
-
-def check_all_weights(_: None, manager: Any) -> None:
-    """AFTER `LoRAManager.init_memory_pool`: check the adapters that a server starts with."""
-    if serves_dflash():
-        for adapter, ref in manager.lora_refs.items():
-            _check(manager, adapter, ref.lora_name)
-
-
-def _check(manager: Any, adapter: str, name: str) -> None:
-    """Raise `Refusal` unless SGLang can copy the weights into its buffers.
-
-    The copy is made into buffers that have shapes and no memory.
-    """
-    pool, loaded = manager.memory_pool, manager.loras[adapter]
-    groups = loaded.embedding_layers, *(layer.weights for layer in loaded.layers)
-    if not any(groups):
-        raise Refusal(f"The LoRA adapter {name} has no weights for this target.", ANOTHER_ADAPTER)
-    for weights in groups:
-        for tensor, values in weights.items():
-            if not torch.isfinite(values).all():
-                raise Refusal(
-                    f"The LoRA adapter {name} holds NaN or infinity in {tensor}.", ANOTHER_ADAPTER
-                )
-    shapes = {field: _without_memory(getattr(pool, field)) for field in BUFFERS}
-    modules = manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
-    try:
-        with temporarily(pool, pin_memory_available=False, **shapes):
-            pool.load_lora_weight_to_buffer(adapter, 0, loaded, *modules)
-    except WRONG_WEIGHTS as error:
-        raise Refusal(
-            f"The weights of the LoRA adapter {name} do not fit its config and the target: "
-            f"{error!r}.",
-            ANOTHER_ADAPTER,
-        ) from error
-
-
-def _without_memory(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Buffers by target module: tensors, or lists of tensors with one for each layer."""
-    return {
-        module: [layer.to("meta") for layer in buffer]
-        if isinstance(buffer, list)
-        else buffer.to("meta")
-        for module, buffer in buffers.items()
-    }
 
 
 def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> None:

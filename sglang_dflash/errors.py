@@ -12,11 +12,8 @@ WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of 
 # What SGLang raises when it reads tensors of a stranger.
 WRONG_WEIGHTS = (
     *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
-    *(
-        OSError,
-        ProcessError,
-        pickle.UnpicklingError,
-    ),  # also from memory that another process shares
+    # They may be pickled, or in memory that another process shares.
+    *(OSError, ProcessError, pickle.UnpicklingError),
 )
 LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
 

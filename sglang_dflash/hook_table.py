@@ -88,25 +88,31 @@ DFLASH_HOOKS = (
     Hook(
         "lora.lora_manager.LoRAManager.load_lora_weights",
         "AFTER",
-        "adapters:check_weights",
+        "adapter_weights:check_weights",
         "an adapter whose weights do not fit crashes SGLang's scheduler at its first request",
     ),
     Hook(
         "lora.lora_manager.LoRAManager.load_lora_weights_from_tensors",
         "AFTER",
-        "adapters:check_weights",
+        "adapter_weights:check_weights",
         "so does one that a request brings",
+    ),
+    Hook(
+        "managers.tp_worker.BaseTpWorker.load_lora_adapter",
+        "AROUND",
+        "adapter_weights:load_on_all_ranks",
+        "if one rank cannot load an adapter, the others serve it",
     ),
     Hook(
         "managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors",
         "AROUND",
-        "adapters:load_from_tensors",
-        "tensors that cannot be read crash SGLang's scheduler",
+        "adapter_weights:load_on_all_ranks",
+        "tensors that cannot be read crash SGLang's scheduler, also on one rank of several",
     ),
     Hook(
         "lora.lora_manager.LoRAManager.init_memory_pool",
         "AFTER",
-        "adapters:check_all_weights",
+        "adapter_weights:check_all_weights",
         "the adapters that a server starts with are loaded before their buffers exist",
     ),
     Hook(
@@ -166,7 +172,7 @@ DFLASH_HOOKS = (
     Hook(
         "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
         "BEFORE",
-        "requests.http_workers:start_with_plugins",
+        "requests.http_workers:replace_application",
         "processes that serve HTTP beside the main one load no plugins",
     ),
     Hook(
@@ -285,7 +291,7 @@ DFLASH_HOOKS = (
     Hook(
         "managers.tokenizer_manager.TokenizerManager.generate_request",
         "AROUND",
-        "requests.unsent:forget_unsent",
+        "requests.ended_early:forget_unsent",
         "SGLang keeps what it knows of a request that it refuses later",
     ),
     Hook(
@@ -297,8 +303,20 @@ DFLASH_HOOKS = (
     Hook(
         "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
         "BEFORE",
-        "requests.unsent:count_prefixes",
+        "requests.ended_early:add_prefixes",
         "with n > 1, SGLang unloads an adapter too early, or waits for ever to unload it",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._handle_abort_req",
+        "BEFORE",
+        "requests.ended_early:release_aborted",
+        "SGLang waits for ever to unload an adapter whose request was aborted in the queue",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+        "AROUND",
+        "requests.ended_early:release_once",
+        "with the hook before, or if the request ran, SGLang gives a use of an adapter back twice",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

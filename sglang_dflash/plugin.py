@@ -58,7 +58,7 @@ def _why_missing(target: str) -> str:
         module += f".{part}"
         try:
             import_module(module)
-        except (ImportError, OSError) as error:
+        except Exception as error:  # noqa: BLE001, a broken installation raises anything
             if isinstance(error, ModuleNotFoundError) and error.name == module:
                 break  # a class or a function
             return f"{module} cannot be imported ({error})"

@@ -130,8 +130,10 @@ class Client:
         self.server, self.url = server, server.url
         self.flags, self.dflash = flags, dflash
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
-        return requests.post(f"{self.url}{path}", json=body or {}, timeout=300)
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, seconds: int = 300
+    ) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body or {}, timeout=seconds)
 
     def generate(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """Send one /generate request; `options` are its fields and its sampling parameters."""

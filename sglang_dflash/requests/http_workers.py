@@ -19,7 +19,7 @@ from sglang_dflash.algorithm import is_dflash
 APPLICATION = f"{__name__}:application"
 
 
-def start_with_plugins(_: Any, server_args: Any, *__: Any) -> None:
+def replace_application(_: Any, server_args: Any, *__: Any) -> None:
     """BEFORE `write_data_for_multi_tokenizer`: the next call starts HTTP in other processes.
 
     This call names SGLang's own application.
@@ -33,6 +33,7 @@ def start_with_plugins(_: Any, server_args: Any, *__: Any) -> None:
     start = getattr(module, name)
 
     def start_ours(target: str, **given: Any) -> Any:
+        setattr(module, name, start)
         return start(APPLICATION, factory=True, **given)
 
     setattr(module, name, start_ours)

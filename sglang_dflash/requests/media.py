@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
@@ -13,6 +14,7 @@ from sglang_dflash.errors import Refusal
 logger = logging.getLogger(__name__)
 
 ERRORS_OF_THE_SERVER = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}  # of an OSError
 
 
 async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
@@ -23,10 +25,11 @@ async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
     """
     try:
         return await original(manager, obj)
-    except (ValueError, *ERRORS_OF_THE_SERVER):  # a `ValueError` is HTTP 400 as it is
+    except ValueError:  # HTTP 400 as it is
         raise
     except Exception as error:
-        if not (obj.contains_mm_input() and is_dflash(manager.server_args)):
+        of_media = obj.contains_mm_input() and not _of_the_server(error)
+        if not of_media or not is_dflash(manager.server_args):
             raise
         logger.warning("The media of the request %s cannot be read.", obj.rid, exc_info=True)
         why = str(error) or type(error).__name__
@@ -34,3 +37,14 @@ async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
             f"The media of this request cannot be read: {why}.",
             "Send media that this model takes, with a place for each in the prompt.",
         ) from error
+
+
+def _of_the_server(error: BaseException | None) -> bool:
+    """Whether memory, descriptors or the disk ran out. SGLang hides that behind other errors."""
+    while error is not None:
+        if isinstance(error, ERRORS_OF_THE_SERVER):
+            return True
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -71,9 +71,10 @@ def killed_detokenizer() -> None:
     _killed("detokenizer")
 
 
-def killed_scheduler_of_two_workers() -> None:
-    """So does one whose server has two processes for HTTP, under uvicorn's supervisor."""
+def killed_scheduler_of_workers() -> None:
+    """So does one whose server has other processes for HTTP, of uvicorn or of Granian."""
     _killed("scheduler", "--tokenizer-worker-num", "2")
+    _killed("scheduler", "--enable-http2")
 
 
 def vanished_draft() -> None:
@@ -142,7 +143,7 @@ def missing_draft() -> None:
 DEATHS = (
     killed_scheduler,
     killed_detokenizer,
-    killed_scheduler_of_two_workers,
+    killed_scheduler_of_workers,
     vanished_draft,
     full_disk,
     port_in_use,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from test.plugins import distribution
 from test.server.test_bad_requests import fuzz, serialised
 from test.servers import ADAPTERS, FULL, Client, running, with_adapters
 
@@ -32,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Client]:
-    with running(*FULL, *with_adapters(folder), dflash=True) as client:
+    few = "--max-running-requests", "2"  # so that others wait
+    with running(*FULL, *few, *with_adapters(folder), dflash=True) as client:
         yield client
 
 
@@ -97,6 +99,8 @@ REFUSED: dict[str, Damage] = {
     "modules of no type": config(target_modules=5),
     "another width": weight("q_proj.lora_A", lambda a: a[:, :7].contiguous()),
     "another height": weight("down_proj.lora_B", lambda b: b[:9].contiguous()),
+    "too tall": weight("q_proj.lora_B", lambda b: torch.cat([b, b])),
+    "too wide": weight("down_proj.lora_A", lambda a: torch.cat([a, a], dim=1)),
     "a vector": weight("down_proj.lora_B", lambda b: b[:, 0].contiguous()),
     "no such layer": named("layers.99.self_attn.q_proj.lora_A.weight"),
     "a narrow vocabulary": weight("lora_embedding_A", lambda a: a[:, :7].contiguous()),
@@ -110,6 +114,7 @@ SERVED_OR_REFUSED: dict[str, Damage] = {
     "no A": weight("o_proj.lora_A", None),
     "no B": weight("down_proj.lora_B", None),
     "no A of V": weight("v_proj.lora_A", None),
+    "FP8": weight("o_proj.lora_A", lambda a: a.to(torch.float8_e4m3fn)),
     "whole numbers": weight("o_proj.lora_A", lambda a: a.to(torch.int64)),
     "no such projection": named("layers.0.zzz.lora_A.weight"),
 }
@@ -191,14 +196,66 @@ def test_an_adapter_goes_when_its_requests_have_ended(server: Client, folder: Pa
         answer = server.post("/generate", body)
         assert answer.status_code == status, (body, answer.text)
     for name in ADAPTERS:
-        before = time.monotonic()
-        answer = server.post("/unload_lora_adapter", {"lora_name": name})
+        answer = server.post("/unload_lora_adapter", {"lora_name": name}, SECONDS_TO_UNLOAD)
         assert answer.status_code == 200, answer.text
-        assert time.monotonic() - before < SECONDS_TO_UNLOAD
         asked = {"lora_name": name, "lora_path": str(folder / name)}
         assert server.post("/load_lora_adapter", asked).status_code == 200
+
+
+def test_an_adapter_goes_when_a_waiting_request_has_left(server: Client, folder: Path) -> None:
+    """SGLang keeps the use of an adapter by a request that is aborted in the queue."""
+    long = [server.stream("def f(", max_new_tokens=4_000, ignore_eos=True) for _ in range(2)]
+    for answers in long:
+        next(answers)
+    for n in (1, 2):
+        params = FOUR | {"n": n}
+        body = {"text": ["x", "y"], "lora_path": "narrow", "sampling_params": params}
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{server.url}/generate", json=body, timeout=2)
+    unloaded = server.post("/unload_lora_adapter", {"lora_name": "narrow"}, SECONDS_TO_UNLOAD)
+    assert unloaded.status_code == 200
+    for answers in long:
+        answers.close()  # type: ignore[attr-defined]
+    server.flush()
+    asked = {"lora_name": "narrow", "lora_path": str(folder / "narrow")}
+    assert server.post("/load_lora_adapter", asked).status_code == 200
+    served = {"text": "x", "lora_path": "narrow", "sampling_params": FOUR}
+    assert server.post("/generate", served).status_code == 200
 
 
 @pytest.mark.parametrize("examples", [50, pytest.param(1_000, marks=pytest.mark.full)])
 def test_no_request_is_an_error_of_the_server(server: Client, examples: int) -> None:
     fuzz(server, examples)
+
+
+ONE_RANK_FAILS = """
+    def plugin():
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def fail(result, manager, ref, *args):
+            if manager.tp_rank == 1 and ref.lora_name == "another":
+                raise ValueError("rank 1 cannot")
+
+        loader = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
+        HookRegistry.register(loader, fail, HookType.AFTER)
+"""
+
+
+@pytest.mark.ci
+def test_all_ranks_load_an_adapter_or_none(folder: Path, tmp_path: Path) -> None:
+    """SGLang answers for rank 0, and the other rank crashes when the adapter is used."""
+    plugin = distribution(tmp_path, "failing", "1.0", ONE_RANK_FAILS)
+    flags = *FULL, "--tp", "2", *with_adapters(folder)
+    with running(*flags, dflash=True, environment={"PYTHONPATH": str(plugin)}) as server:
+        asked = {"lora_name": "another", "lora_path": str(folder / "narrow")}
+        for _ in range(2):
+            refused = server.post("/load_lora_adapter", asked)
+            assert refused.status_code == 400
+            assert "rank 1 cannot" in refused.text
+        body = {"text": "def f(", "lora_path": "narrow", "sampling_params": SEEN}
+        assert server.post("/generate", body).status_code == 200
+        assert server.post("/load_lora_adapter", asked | {"lora_name": "x"}).status_code == 200
+        answers = [
+            server.post("/generate", body | {"lora_path": n}).json() for n in ("x", "narrow")
+        ]
+        assert answers[0]["output_ids"] == answers[1]["output_ids"]

@@ -58,6 +58,7 @@ SAMPLING: dict[str, list[Any]] = {
 # Fields that are wrong together.
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("logprob_start_len", {"text": "x", "return_logprob": True, "logprob_start_len": -2}),
+    ("input_ids", {"text": "x", "input_ids": [5], "input_embeds": [[0.0] * 192]}),
     *(
         (
             "stop_token_ids",
