@@ -7,6 +7,7 @@ crashes, or it cuts off what does not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,11 +54,10 @@ def check_weights(_: None, manager: Any, ref: Any, *__: Any) -> None:
     SGLang answers with the message of the `Refusal`.
     """
     if hasattr(manager, "memory_pool") and serves_dflash():  # else `check_all_weights` follows
-        try:
+        with ExitStack() as failed:
+            failed.callback(manager.loras.pop, ref.lora_id)
             _check(manager, ref.lora_id, ref.lora_name)
-        except BaseException:
-            del manager.loras[ref.lora_id]
-            raise
+            failed.pop_all()
 
 
 def check_all_weights(_: None, manager: Any) -> None:

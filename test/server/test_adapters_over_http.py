@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from test.plugins import distribution
-from test.server.test_bad_requests import fuzz, serialised
+from test.server.fuzzing import fuzz
+from test.server.tensors import serialised
 from test.servers import ADAPTERS, FULL, Client, running, with_adapters
 
 Damage = Callable[[Path], Any]

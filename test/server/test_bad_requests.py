@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import requests
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from openai import OpenAI
-from sglang.srt.utils import MultiprocessingSerializer
-from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from sglang_dflash.tiny.prompts import held_out
-from test.server.bodies import Bodies, Case, cases
 from test.server.conftest import on
+from test.server.fuzzing import fuzz
+from test.server.tensors import serialised
 from test.servers import Client, chat
 
-SECONDS = 5  # for the answer to a case
-# These may write a long text. SGLang ends it when its client has gone.
-WRITING = re.compile("/generate|completions|/v1/responses|/v1/messages|/api/chat|/invocations")
 NAN = float("nan")
 HUGE = 2**70
 # Values of sampling parameters that SGLang's types or its scheduler cannot hold.
@@ -242,17 +235,6 @@ def test_other_endpoints_say_what_is_wrong(server: Client) -> None:
     assert requests.get(f"{server.url}/v1/loads?include=x", timeout=60).status_code == 400
 
 
-def serialised(content: Any, shared_by: str = "file_system") -> str:
-    """Tensors as SGLang takes them. With "file_descriptor", only a child of this process can."""
-    usual = get_sharing_strategy()
-    set_sharing_strategy(shared_by)
-    try:
-        text: str = MultiprocessingSerializer.serialize(content, output_str=True)
-    finally:
-        set_sharing_strategy(usual)
-    return text
-
-
 @on("auto")
 @pytest.mark.usefixtures("still_right")
 def test_weights_that_cannot_be_taken(server: Client) -> None:
@@ -367,66 +349,6 @@ def test_openai_reads_the_error_of_a_stream(server: Client) -> None:
     *_, last = client.responses.create(model="x", input="x", stream=True, temperature=-5)
     assert last.type == "error"
     assert "temperature must be" in last.message
-
-
-def failure(server: Client, case: Case) -> str | None:
-    """What is wrong with the answer to a request; None for nothing. May raise a Timeout."""
-    try:
-        answer = requests.request(
-            case.method,
-            f"{server.url}{case.path}",
-            params=case.query,
-            data=case.form if case.body is None else case.body,
-            files={"file": b"x"} if case.form and "file" in case.form else None,
-            headers={} if case.body is None else {"content-type": "application/json"},
-            timeout=SECONDS,
-            stream=True,
-        )
-        text = _beginning(answer)
-    except requests.Timeout:
-        raise
-    except requests.RequestException as error:
-        return str(error)
-    if answer.status_code >= 500 or re.search(r'"code":\s*5\d\d', text):
-        return f"{answer.status_code} {text[:500]}"
-    return None
-
-
-def _beginning(answer: requests.Response) -> str:
-    """What a stream sends within a few seconds, or the whole answer."""
-    end, read = time.monotonic() + SECONDS, b""
-    for chunk in answer.iter_content(None):
-        read += chunk
-        if time.monotonic() > end:
-            break
-    answer.close()
-    return read.decode(errors="replace")
-
-
-def fuzz(server: Client, examples: int) -> None:
-    bodies = Bodies(requests.get(f"{server.url}/openapi.json", timeout=60).json())
-    late: list[Case] = []
-
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],  # a server that has ended has no smaller failure
-    )
-    @given(cases(bodies))
-    def each(case: Case) -> None:
-        try:
-            wrong = failure(server, case)
-        except requests.Timeout:
-            wrong = None if WRITING.search(case.path) else f"no answer in {SECONDS} s"
-            late.append(case)
-        assert wrong is None, f"{case}\n{wrong}"
-        assert server.server.alive, f"{case}\n{server.server.tail(60)}"
-
-    each()
-    print(*late, sep="\n")
-    assert len(late) <= examples // 20
 
 
 @on("auto")

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_dflash.requests.http_door import PAGE
 from sglang_dflash.tiny.prompts import held_out
+from test.server.fuzzing import fuzz
 from test.server.test_api import scraped, total
-from test.server.test_bad_requests import fuzz
 from test.servers import Client, chat, running
 
 PROMPTS = [chat(example.prompt) for example in held_out("word", 6, seed=51)]

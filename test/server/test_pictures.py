@@ -12,7 +12,7 @@ import requests
 from PIL import Image
 
 from test.checkpoints import draft_config, draft_weights, word, write_draft
-from test.server.test_bad_requests import fuzz
+from test.server.fuzzing import fuzz
 from test.servers import Client, running
 from test.targets import write
 
