@@ -68,16 +68,28 @@ def _logprob_items(logprobs: dict[str, Any] | None) -> list[Any]:
     return [list(item) for item in zip(*columns, strict=True)]
 
 
+def ask_alone(url: str, request: Request) -> Any:
+    """The answer of a server that answers nothing else.
+
+    SGLang may draw for a request beside one that it has just answered (docs/limits.md, Defects of
+    SGLang). A question to its scheduler takes it past that one.
+    """
+    requests.get(f"{url}/server_info", timeout=600).raise_for_status()
+    return ask(url, request)
+
+
 def expected_of(url: str, request: Request) -> Any:
     """The answer of a server without speculation.
 
     SGLang's streamed chats lose logprobs (docs/limits.md, Defects of SGLang). So those are taken
     from the same request without a stream.
     """
-    answer = ask(url, request)
+    answer = ask_alone(url, request)
     body = request.body
     if "finish" in answer and body.get("messages") and body.get("logprobs"):
-        whole = ask(url, replace(request, body=body | {"stream": False, "stream_options": None}))
+        whole = ask_alone(
+            url, replace(request, body=body | {"stream": False, "stream_options": None})
+        )
         answer["logprobs"] = _logprob_items(whole["choices"][0]["logprobs"])
     return answer
 
