@@ -36,7 +36,8 @@ CROSS = {
 def check(report: Report, compared: int) -> None:
     assert report.compared == compared
     assert len(report.features) > 25, report.features
-    assert not report.differing, [(r.number, r.features, why) for r, why in report.differing]
+    differing = [f"{r.number} {r.features}: {why}" for r, why in report.differing]
+    assert not differing, "\n".join(differing)  # a text, because pytest cuts lists off
 
 
 @on(*SEEDS)
