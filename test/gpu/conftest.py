@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Triton multiplies fp32 as TF32 by default, and this rounds differently in each kernel.
@@ -10,11 +12,13 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import pytest
 import torch
+from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 from transformers import AutoTokenizer
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess
+from test.precision import NEAR_TIE
 from test.servers import chat
 
 # A dry run on a CPU shows that a test itself works: in fp32, with the one backend of a CPU.
@@ -33,7 +37,10 @@ def prompts(count: int) -> list[list[int]]:
     return [TOKENIZER.encode(chat(example.prompt)) for example in examples]
 
 
-def engine(draft: bool = True, **flags: Any) -> InProcess:
+def engine(
+    draft: bool = True, pair: tuple[Path, Path] = (TARGET, DRAFT), **flags: Any
+) -> InProcess:
+    """A scheduler of a target, with its draft or without."""
     usual: dict[str, Any] = {
         "dtype": "bfloat16",
         "mem_fraction_static": 0.3,
@@ -43,7 +50,24 @@ def engine(draft: bool = True, **flags: Any) -> InProcess:
     flags = usual | flags
     if DRY_RUN:
         flags |= {"attention_backend": None, "dtype": "float32"}
-    return InProcess(str(TARGET), str(DRAFT) if draft else None, **flags)
+        if "lora_backend" in flags:
+            flags["lora_backend"] = "torch_native"
+    return InProcess(str(pair[0]), str(pair[1]) if draft else None, **flags)
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[None]:
+    """SGLang's torch forms of norm, RoPE and activation. Its CUDA kernels do not support fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MultiPlatformOp, "dispatch_forward", lambda op: op.forward_native)
+        yield
+
+
+def accept_length(reqs: list[Any]) -> float:
+    """Tokens per step of finished requests."""
+    steps: int = sum(req.spec_verify_ct for req in reqs)
+    drafts: int = sum(req.spec_num_correct_drafts for req in reqs)
+    return 1 + drafts / steps
 
 
 class Margins:
@@ -76,6 +100,12 @@ def parted(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> list
         if place is not None:
             found.append(margins.of.get((req.rid, place), float("inf")))  # inf: by the prefill
     return found
+
+
+def part_only_at_near_ties(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> None:
+    found = parted(reqs, margins, expected)
+    print(f"{len(found)} of {len(reqs)} part, at margins of {sorted(found)}")
+    assert all(margin < NEAR_TIE for margin in found), found
 
 
 def ask(run: InProcess, ids: list[list[int]], **options: Any) -> list[Any]:

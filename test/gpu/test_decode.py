@@ -24,21 +24,14 @@ from test.gpu.conftest import (
     N,
     ask,
     engine,
-    parted,
+    part_only_at_near_ties,
     prompts,
     together,
 )
 from test.inprocess import InProcess
-from test.precision import NEAR_TIE
 from test.worker.conftest import verify_parts
 
 pytestmark = ON_GPU
-
-
-def part_only_at_near_ties(reqs: list[Any], margins: Margins, expected: list[list[int]]) -> None:
-    found = parted(reqs, margins, expected)
-    print(f"{len(found)} of {len(reqs)} part, at margins of {sorted(found)}")
-    assert all(margin < NEAR_TIE for margin in found), found
 
 
 def waits_of_steps(monkeypatch: pytest.MonkeyPatch, run: InProcess) -> tuple[list[list[str]], int]:
