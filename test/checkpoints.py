@@ -71,10 +71,11 @@ def write_tokenizer(path: Path, vocab_size: int, special: dict[int, str] | None 
     ).save_pretrained(path)
 
 
-def write_latent_pair(folder: Path) -> tuple[Path, Path]:
+def write_latent_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
     """folder/target, a random DeepSeek V3 with the bundled tokenizer, and folder/draft.
 
-    It has experts, and YaRN. The draft is random, too, so few of its tokens are right.
+    It has experts, and YaRN. The draft is random, too, so few of its tokens are right. `changes`
+    are of the target's config.
     """
     torch.manual_seed(0)
     config = json.loads((TARGET / "config.json").read_text())
@@ -102,7 +103,7 @@ def write_latent_pair(folder: Path) -> tuple[Path, Path]:
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": config["eos_token_id"],
         "rope_parameters": rope | {"rope_theta": 10_000.0},
-    }
+    } | changes
     target = folder / "target"
     DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).save_pretrained(target)
     file = target / "config.json"
@@ -111,8 +112,8 @@ def write_latent_pair(folder: Path) -> tuple[Path, Path]:
     for name in COPIED:
         shutil.copyfile(TARGET / name, target / name)
     method = {"mask_token_id": 1, "target_layer_ids": [0, 2]}
-    changes = {"vocab_size": config["vocab_size"], "max_position_embeddings": 2048}
-    drafts = draft_config(**changes, dflash_config=method)
+    shared = {"vocab_size": config["vocab_size"], "max_position_embeddings": 2048}
+    drafts = draft_config(**shared, dflash_config=method)
     return target, write_draft(folder / "draft", drafts, draft_weights(drafts))
 
 
