@@ -350,16 +350,28 @@ DFLASH_HOOKS = (
         "/server_info shows the server arguments, but not what the plugin made of them",
     ),
     Hook(
-        "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",
+        "entrypoints.engine.Engine._launch_detokenizer_subprocesses",
         "AROUND",
-        "hooks:streamed_logprobs",
-        "SGLang streams the first token's top logprobs for all tokens of a chunk",
+        "detokenizer:launch",
+        "SGLang sends characters twice where two chunks in a row end inside one",
+    ),
+    Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+        "AROUND",
+        "streams:chat_stream",
+        "SGLang's parsers, and its streamed top logprobs, are right for one token a chunk only",
     ),
     Hook(
         "entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
         "AROUND",
-        "hooks:chunks_of_a_stream",
+        "streams:chunks_of_a_stream",
         "SGLang drops the logprobs of tokens that add no text, as of a stop string",
+    ),
+    Hook(
+        "entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
+        "AROUND",
+        "streams:harmony_stream",
+        "of a chunk of several tokens, SGLang sends the text of the last",
     ),
     Hook(
         "layers.utils.logprob.get_token_ids_logprobs_raw",

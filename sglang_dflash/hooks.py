@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
-from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
@@ -171,56 +167,6 @@ def token_ids_logprobs(
     if serves_dflash():
         token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
     return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
-
-
-def streamed_logprobs(
-    original: Any, serving: Any, logprobs: Any, use_token_index: bool = False
-) -> Any:
-    """AROUND `OpenAIServingChat._process_logprobs_tokens`: every token has its own top logprobs.
-
-    SGLang gives all tokens of a streamed chunk those of the first, because its own chunks hold one
-    token.
-    """
-    dflash = is_dflash(serving.tokenizer_manager.server_args)
-    return original(serving, logprobs, use_token_index=use_token_index or dflash)
-
-
-async def chunks_of_a_stream(
-    original: Any, serving: Any, *, choice_logprobs: Any = None, **chat: Any
-) -> AsyncGenerator[str, None]:
-    """AROUND `OpenAIServingChat._generate_stream_content`: the logprobs of every token are sent.
-
-    SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
-    text, as where a stop string is cut off.
-    """
-    dflash = is_dflash(serving.tokenizer_manager.server_args)
-    unsent = dflash and choice_logprobs is not None
-    async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
-        unsent = unsent and not _has_logprobs(chunk)
-        yield chunk
-    if unsent:
-        yield build_sse_content(
-            chunk_id=chat["content"]["meta_info"]["id"],
-            created=int(time.time()),
-            model=chat["request"].model,
-            index=chat["index"],
-            content="",
-            logprobs=choice_logprobs,
-            usage=_usage(chat) if chat["continuous_usage_stats"] else None,
-        )
-
-
-def _has_logprobs(chunk: str) -> bool:
-    """Whether an event of a streamed chat holds logprobs."""
-    event = json.loads(chunk.removeprefix("data: "))
-    return any(choice.get("logprobs") is not None for choice in event["choices"])
-
-
-def _usage(chat: dict[str, Any]) -> Any:
-    """The usage of a choice so far, as SGLang's own chunks have it."""
-    counts = ("prompt_tokens", "reasoning_tokens", "completion_tokens")
-    so_far = {name: chat[name].get(chat["index"], 0) for name in counts}
-    return UsageProcessor.calculate_token_usage(**so_far).model_dump()
 
 
 def text_of_an_exception(original: Callable[[], str]) -> str:
