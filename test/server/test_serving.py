@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from typing import Any
 
 import pytest
-import requests
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
@@ -87,21 +84,11 @@ def test_prefix_hits_keep_the_accept_trace(
 
 def test_abort_in_mid_block(server: Client, mixed: list[tuple[str, dict[str, Any]]]) -> None:
     """An aborted request leaves nothing behind: the next ones answer as before."""
-    rid = f"abort-{random.random()}"
-    answer: list[requests.Response] = []
-
-    def ask() -> None:
-        body = {"text": "def f(", "rid": rid, "stream": False}
-        body["sampling_params"] = {"max_new_tokens": 8000, "temperature": 0, "ignore_eos": True}
-        answer.append(requests.post(f"{server.url}/generate", json=body, timeout=300))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(1.0)
+    answers = server.stream("def f(", max_new_tokens=8000, ignore_eos=True)
+    rid = next(answers)["meta_info"]["id"]  # it runs
     assert server.post("/abort_request", {"rid": rid}).status_code == 200
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert answer[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    *_, last = answers
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
     prompt, expected = mixed[0]
     assert visible(server.generate(prompt, max_new_tokens=96)) == visible(expected)
     server.flush()

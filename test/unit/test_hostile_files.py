@@ -146,7 +146,7 @@ def test_no_file(draft: Path, name: str, kind: str) -> None:
     make[kind](draft / name)
     started = time.monotonic()
     assert name in refusal_of(draft)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("named", ["../../etc/passwd", "/etc/passwd", "", 7, ["x"], None])

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from test.differential.judge import difference
+from test.differential.draw import Request
+from test.differential.judge import difference, judge
+from test.precision import FP32_KV
 
 
 def chat(*tokens: tuple[str, float]) -> Any:
@@ -37,3 +39,28 @@ def test_near_ties_of_top_logprobs_have_any_order(ours: Any, theirs: Any, equal:
 def test_output_tokens_keep_their_order() -> None:
     ours, theirs = ([[-1.0, t, None] for t in tokens] for tokens in [(3, 4), (4, 3)])
     assert difference({"output_token_logprobs": ours}, {"output_token_logprobs": theirs})
+
+
+def aborted(**fields: Any) -> Any:
+    return {"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort"}}} | fields
+
+
+IN_THE_QUEUE = {"status": 400, "error": '{"error":{"message":"Aborted by AbortReq."}}'}
+
+
+@pytest.mark.parametrize(
+    ("ours", "right"),
+    [
+        (aborted(), True),
+        (aborted(output_ids=[2]), False),
+        (aborted(meta_info={"finish_reason": {"type": "length"}}), False),
+        (IN_THE_QUEUE, True),  # before its first token
+        ({"error": {"message": "Aborted by AbortReq."}}, True),  # the same, streamed
+        (IN_THE_QUEUE | {"error": "temperature must be non-negative"}, False),
+    ],
+)
+def test_an_aborted_answer_is_a_beginning(ours: Any, right: bool) -> None:
+    body = {"sampling_params": {"temperature": 0}}
+    request = Request(0, "/generate", body, [], abort_after=0.1)
+    whole = {"output_ids": [1, 3], "meta_info": {"finish_reason": {"type": "length"}}}
+    assert (judge(request, ours, whole, FP32_KV) is None) == right

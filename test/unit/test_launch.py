@@ -91,13 +91,13 @@ def test_an_interrupted_stop_leaves_no_frozen_server(
     monkeypatch.setattr(server._server, "children", interrupted)
     with pytest.raises(KeyboardInterrupt):
         server.stop()
-    assert server._process.wait(timeout=10) != 0
+    assert server._process.wait(timeout=60) != 0
     child.kill()
 
 
 def test_stop_after_a_server_has_ended() -> None:
     """Its number may belong to another process by then."""
     server = Server([], command=(sys.executable, "-c", ""))
-    assert server._process.wait(timeout=10) == 0
+    assert server._process.wait(timeout=60) == 0
     server.stop()
     assert server._process.returncode == 0

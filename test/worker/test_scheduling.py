@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
@@ -183,17 +184,31 @@ def test_requests_that_do_not_speculate(target: str, draft: str, alone: Alone) -
 
 def test_input_embeds(target: str, draft: str) -> None:
     """A prompt that consists of embeddings. SGLang serves it without a radix cache."""
-    table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].float()
+    table = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"].bfloat16().float()
     ids = prompt(74, 20)
     options = {"max_new_tokens": 40, "ignore_eos": True, "input_embeds": table[ids].tolist()}
     answers = []
     for path in (None, draft):
-        # SGLang casts embeddings to bf16
-        with InProcess(target, path, dtype="bfloat16", disable_radix_cache=True) as engine:
+        with InProcess(target, path, disable_radix_cache=True) as engine:
+            _embeddings_in_fp32(engine, table)
             plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
             answers.append((plain, engine.generate([5] * len(ids), **options)))
     assert answers[0] == answers[1]
     assert answers[0][0] == answers[0][1]
+
+
+def _embeddings_in_fp32(engine: InProcess, table: torch.Tensor) -> None:
+    """SGLang casts embeddings to bf16. This casts them back, and the target has values of bf16."""
+
+    def cast(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            arg.float() if isinstance(arg, torch.Tensor) and arg.dtype == torch.bfloat16 else arg
+            for arg in args
+        )
+
+    layers = engine.scheduler.tp_worker.model_runner.model.model
+    layers.embed_tokens.weight.data[: len(table)] = table
+    layers.register_forward_pre_hook(cast)
 
 
 def test_replaced_embeddings(target: str, draft: str) -> None:
