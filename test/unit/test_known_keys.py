@@ -55,6 +55,13 @@ def inside(case: str, section: str) -> Callable[[Config], Config]:
     return config
 
 
+def of_layer_type(fields: Config) -> Config:
+    """A config with other fields in the RoPE of each layer type."""
+    rope = {"rope_theta": 10_000.0} | fields
+    types = {"sliding_attention": rope, "full_attention": rope}
+    return config_of("zlab rope by layer type") | {"rope_parameters": types}
+
+
 # A place of a config, by a function that puts fields there.
 PLACES: dict[str, Callable[[Config], Config]] = {
     "zlab": at_top("zlab"),
@@ -76,14 +83,7 @@ PLACES: dict[str, Callable[[Config], Config]] = {
     "speculators DFlash 2": at_top("speculators DFlash 2"),
     "speculators DFlash 2 body": inside("speculators DFlash 2", "transformer_layer_config"),
     "RoPE": inside("zlab yarn in rope_parameters", "rope_parameters"),
-    "RoPE by layer type": lambda fields: (
-        config_of("zlab rope by layer type")
-        | {
-            "rope_parameters": dict.fromkeys(
-                ("sliding_attention", "full_attention"), {"rope_theta": 10_000.0} | fields
-            )
-        }
-    ),
+    "RoPE by layer type": of_layer_type,
 }
 
 
@@ -175,7 +175,7 @@ def test_keys_of_training_change_nothing(tmp_path: Path, place: str) -> None:
     assert read(tmp_path, PLACES[place](fields)) == read(tmp_path, PLACES[place]({}))
 
 
-METHODS = {
+METHODS: dict[str, Config] = {
     "LiLiCorr": {"lilicorr_candidate_topk": 8},
     "XPress": {"xpress_rank": 64},
     "DSpine": {"dspine_config": {"transfer_rank": 1024}},
