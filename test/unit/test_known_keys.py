@@ -571,7 +571,7 @@ CAUSAL = {"SpecForge, causal DSpark", "ModelOpt", "JetSpec", "NeMo Automodel, Je
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_fields_are_read(tmp_path: Path, name: str) -> None:
-    """What FORMATS of the field's trainers write is never refused for a key."""
+    """What trainers write is not refused for a key."""
     fields = PUBLISHED[name]
     config = fields if "speculators_model_type" in fields else QWEN3_8B | fields
     found = read(tmp_path, config)
