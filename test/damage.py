@@ -48,6 +48,7 @@ OTHER_FIELDS = (
     *("sliding_window", "use_sliding_window", "max_window_layers", "num_target_layers"),
     *("target_hidden_size", "sample_from_anchor", "is_causal", "hidden_act", "rms_norm_eps"),
     *("speculators_model_type", "projector_type", "markov_rank", "selector_top_k", "architectures"),
+    *("dflash_config", "dspark_config", "causal_head", "use_swa", "draft_vocab_size", "use_gate"),
 )
 DEEP: list[Any] = []
 for _ in range(200):

@@ -179,6 +179,34 @@ def specforge() -> Case:
     return config, weights, semantics
 
 
+def jetspec() -> Case:
+    """What JetSpec writes: all layers are causal in the block, by a key of its own."""
+    config, weights, semantics = zlab(dflash_config={"causal_head": True})
+    return config, weights, replace(semantics, layers=[("full", None, True)] * 2)
+
+
+def nemo(causal: bool | None = None) -> Case:
+    """What NeMo Automodel writes: its own class, and the target's config with fields of its own.
+
+    With tables of RoPE, which are not its rotation: no loader reads them.
+    """
+    method = {} if causal is None else {"causal": causal}
+    config, weights, semantics = zlab(
+        architectures=["Qwen3DFlashDraftModel"],
+        dtype="bfloat16",
+        layer_types=["full_attention"] * 2,
+        max_window_layers=2,
+        num_experts=128,
+        mlp_only_layers=[],
+        use_sliding_window=False,
+        dflash_config=method,
+    )
+    for prefix in ("", "model.", "model.layers.0.self_attn."):
+        weights[f"{prefix}rotary_emb.inv_freq"] = torch.full([16], float("nan"))
+    weights["layers.1.self_attn.rotary_emb.cos_cached"] = torch.zeros(512, 32)
+    return config, weights, replace(semantics, layers=[("full", None, bool(causal))] * 2)
+
+
 def window_switched_off() -> Case:
     """`use_sliding_window: false`: z-lab's sliding layers stay causal and see all context."""
     config, weights, semantics = sliding_zlab(use_sliding_window=False)
@@ -430,6 +458,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "zlab use_swa": all_sliding,
     "zlab last layer": last_layer,
     "SpecForge": specforge,
+    "JetSpec": jetspec,
+    "NeMo": nemo,
+    "NeMo JetSpec": lambda: nemo(causal=True),
     "speculators": speculators,
     "speculators without embedding": lambda: speculators(own_embedding=False),
     "speculators draft vocabulary": lambda: speculators(draft_vocab=64),

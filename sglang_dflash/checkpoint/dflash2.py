@@ -12,10 +12,10 @@ from typing import Any
 
 from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.heads import read_convolution, read_selector
 from sglang_dflash.checkpoint.tensors import Tensors
 
+HEAD_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # z-lab publishes codebooks without `.weight`. Its own class saves them with it.
 CODEBOOK = re.compile(r"(candidate_selector\.\w+_codebook)\.weight")
 
@@ -31,8 +31,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
     checkpoint's, by the model's own names.
     """
-    body = zlab.read(raw, path, name, tensors)
-    method = Fields(raw, f"{path}/config.json").section("dflash_config").over(raw)
+    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS)
     convolution = read_convolution(method, body.hidden_size, body.draft_width)
     selector = read_selector(method, body.vocab_size)
     if convolution is None and selector is None:

@@ -11,13 +11,9 @@ from typing import Any
 
 from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.tensors import Tensors
-from sglang_dflash.errors import shown
 
-# Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
 HEAD_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
-EITHER = ("projector_type", "block_size", *HEAD_FIELDS)
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -34,8 +30,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
     checkpoint's, by the model's own names.
     """
-    body = zlab.read(raw, path, name, tensors)
-    method = _method(raw, f"{path}/config.json")
+    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS)
     if body.sample_from_anchor:
         raise method.refuse("has sample_from_anchor, which a Domino draft states by shift_label")
     pure_prefix = method.optional_int("pure_draft_prefix_len") or 0
@@ -51,19 +46,6 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         shifted=method.boolean("shift_label", False),
     )
     return replace(body, prefix_gru=gru)
-
-
-def _method(raw: dict[str, Any], file: str) -> Fields:
-    """The fields of the method, from both of their places. Raises `Refusal` if these differ."""
-    top = Fields(raw, file)
-    section = top.section("dflash_config").raw
-    stated = {}
-    for key in EITHER:
-        outer, inner = raw.get(key), section.get(key)
-        if outer is not None and inner is not None and outer != inner:
-            raise top.refuse(f"has {key} = {shown(outer)}, but {shown(inner)} in its dflash_config")
-        stated[key] = outer if inner is None else inner
-    return Fields(stated, file)
 
 
 def rename(name: str) -> str:

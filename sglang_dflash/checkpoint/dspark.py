@@ -1,8 +1,8 @@
 """DSpark checkpoints of DeepSpec and SpecForge: z-lab's fields, and those of the heads.
 
 DeepSpec has all fields at the top level (`Qwen3DSparkModel`), SpecForge those of the method in
-`dflash_config` (`DSparkDraftModel`). Their drafts predict from the anchor unless they state
-otherwise.
+`dflash_config` or `dspark_config` (`DSparkDraftModel`). Their drafts predict from the anchor unless
+they state otherwise.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import Any
 
 from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.heads import read_confidence, read_markov
 from sglang_dflash.checkpoint.tensors import Tensors
 
 ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel"}
+HEAD_FIELDS = (
+    *("markov_rank", "markov_head_type", "enable_confidence_head"),
+    *("confidence_head_with_markov", "confidence_head_alpha"),
+)
+SECTIONS = ("dflash_config", "dspark_config")
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -32,10 +36,7 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
     checkpoint's, by the model's own names.
     """
-    top = Fields(raw, f"{path}/config.json")
-    section = top.section("dflash_config").over(top.section("dspark_config").raw)
-    body = zlab.read(raw | {"dflash_config": section.raw}, path, name, tensors)
-    method = section.over(raw)
+    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS, SECTIONS)
     markov = read_markov(method, default_rank=0)
     trained = method.number("confidence_head_alpha", 0.0) > 0
     return replace(

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_dflash.checkpoint.config import Rope
+from sglang_dflash.checkpoint.known_keys import DIRECTION
 from sglang_dflash.errors import Refusal, shown
 
 CORRECT_CONFIG = "Fetch the draft again, or correct its config.json."
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-# Fields that other models have, with the values that a Qwen 3 layer implies.
-OF_OTHER_LAYERS = {
-    "attention_sink_bias": False,
-    "attention_value_scale": 1.0,
-    "attn_logit_softcapping": None,
-    "is_neox_style": True,
-    "partial_rotary_factor": 1.0,
-    "rope_dim": None,
-    "use_gemma_norm": False,
-}
 FIRST_SLIDING_LAYER = 28  # Transformers' default of max_window_layers
 # Bounds of what a config may state. Tensors bound the other sizes of a draft (`tensors.faults`).
 MOST_LAYERS = 1000  # of a draft or a target
@@ -38,6 +30,12 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
+# All fields of RoPE. A draft's positions count tokens, so M-RoPE's sections rotate by the same one.
+ROPE_KEYS = {
+    *("rope_theta", "rope_type", "type", "truncate", "partial_rotary_factor"),
+    *("mrope_section", "mrope_interleaved", "finetuned"),
+    *(key for numbers in ROPE_NUMBERS.values() for part in numbers for key in part),
+}
 
 
 class Fields:
@@ -50,6 +48,7 @@ class Fields:
     def __init__(self, raw: dict[str, Any], file: str, section: str | None = None) -> None:
         """raw: the object. file, section: its place, by which refusals name it."""
         self.raw = raw
+        self.section_name = section
         self._file = file
         self._place = f"The file {file}" if section is None else f"The section {section} of {file}"
 
@@ -61,6 +60,63 @@ class Fields:
         """The fields of this object, and those of another one where they are absent."""
         stated = {key: value for key, value in self.raw.items() if value is not None}
         return Fields(others | stated, self._file)
+
+    def agreed(self, sections: Iterable[Fields], keys: Iterable[str]) -> Fields:
+        """The fields `keys`, each from the place that states it: this object or a section of it.
+
+        Raises `Refusal` if two places state different values.
+        """
+        stated: dict[str, Any] = {}
+        for key in keys:
+            for place in (self, *sections):
+                value = place.raw.get(key)
+                if value is None:
+                    continue
+                if key in stated and stated[key] != value:
+                    raise self.refuse(
+                        f"has {key} = {shown(stated[key])}, but {shown(value)} in its "
+                        f"{place.section_name}"
+                    )
+                stated[key] = value
+        return Fields(stated, self._file)
+
+    def direction(self, sections: Iterable[Fields]) -> bool | None:
+        """Whether all layers are causal in the block, by any of the keys in `DIRECTION`.
+
+        None: neither this object nor a section states it. Raises `Refusal` if two keys differ.
+        """
+        causal = None
+        first = ""
+        for place in (self, *sections):
+            for key in DIRECTION:
+                value = place.optional_boolean(key)
+                if value is None:
+                    continue
+                stated = f"{key} = {value}"
+                if place.section_name is not None:
+                    stated += f" in its {place.section_name}"
+                if causal is not None and value != causal:
+                    raise self.refuse(f"has {first}, but {stated}")
+                causal = value
+                first = stated
+        return causal
+
+    def known(self, *keys: Iterable[str]) -> None:
+        """Each field must have one of these keys, or be null.
+
+        Any other key may change what a draft computes, so it cannot be read over.
+        """
+        unknown = {}
+        for key in self.raw.keys() - set().union(*keys):
+            if self.raw[key] is not None:
+                unknown[key] = self.raw[key]
+        if unknown:
+            raise self.refuse(
+                f"has keys that are not known, and may change what the draft computes: "
+                f"{shown(unknown)}",
+                "If they are of training alone, remove them from config.json. Else use another "
+                "draft.",
+            )
 
     def only(self, served: dict[str, Any]) -> None:
         """Each of these fields must be absent or have this value. None: it must be absent.
@@ -249,11 +305,11 @@ class Fields:
         A config states it in flat fields (`rope_theta`, `rope_scaling`) or in `rope_parameters` of
         Transformers 5, which are one object for all layers or one per layer type.
         """
-        parameters = self.raw.get("rope_parameters")
+        parameters, scaling = self.raw.get("rope_parameters"), self.raw.get("rope_scaling")
         if not isinstance(parameters, dict) or parameters.keys().isdisjoint(LAYER_TYPES):
-            if parameters is None:
-                parameters = self.raw.get("rope_scaling")
-            return (self._one_rope(parameters),) * len(layer_types)
+            return (self._same_rope(parameters, scaling),) * len(layer_types)
+        if scaling not in (None, parameters):
+            raise self.refuse("has a rope_scaling beside rope_parameters of each layer type")
         ropes = []
         for kind in layer_types:
             if kind not in parameters:
@@ -261,18 +317,42 @@ class Fields:
             ropes.append(self._one_rope(parameters[kind]))
         return tuple(ropes)
 
-    def _one_rope(self, parameters: Any) -> Rope:
-        """The RoPE that `rope_parameters` or `rope_scaling` describe. `rope_theta` may be flat."""
+    def _same_rope(self, parameters: Any, scaling: Any) -> Rope:
+        """The RoPE of all layers, by `rope_parameters` or `rope_scaling`, which must agree."""
+        rope = self._one_rope(scaling if parameters is None else parameters)
+        flat = self.optional_number("rope_theta")
+        if flat not in (None, rope.theta):
+            raise self.refuse(f"has rope_theta = {flat:g}, but {rope.theta:g} in its RoPE section")
+        if parameters is not None and scaling is not None:
+            other = self._one_rope(scaling, rope.theta)
+            if other != rope:
+                raise self.refuse(
+                    f"has rope_scaling = {shown(scaling)}, but rope_parameters = "
+                    f"{shown(parameters)}"
+                )
+        return rope
+
+    def _one_rope(self, parameters: Any, default_theta: float | None = None) -> Rope:
+        """The RoPE that `rope_parameters` or `rope_scaling` describe. `rope_theta` may be flat.
+
+        default_theta: of a config that states none.
+        """
         if parameters is not None and not isinstance(parameters, dict):
             raise self.refuse(f"has RoPE parameters {shown(parameters)}, which must be an object")
         fields = Fields(parameters or {}, self._file, "RoPE")
-        flat = {"rope_theta": self.raw.get("rope_theta")}
-        theta = fields.over(flat).optional_positive_number("rope_theta")
+        flat = Fields({"rope_theta": self.raw.get("rope_theta")}, self._file)
+        outer = flat.over({"rope_theta": default_theta}).raw
+        theta = fields.over(outer).optional_positive_number("rope_theta")
         if theta is None or theta <= 1:  # YaRN divides by its logarithm
             raise self.refuse("has no rope_theta above 1, neither flat nor in rope_parameters")
         fields.only({"partial_rotary_factor": 1.0})
-        # `type` is the older name
-        kind = fields.optional_name("rope_type") or fields.optional_name("type") or "default"
+        older, kind = fields.optional_name("type"), fields.optional_name("rope_type")
+        # Transformers writes the type "default" beside the older name "mrope" of Qwen's M-RoPE.
+        if kind is not None and older not in (None, "mrope", kind):
+            raise fields.refuse(f"has rope_type = {shown(kind)}, but type = {shown(older)}")
+        kind = kind or older or "default"
+        if kind == "default" or kind in ROPE_NUMBERS:
+            fields.known(ROPE_KEYS)
         if kind == "default":
             return Rope(theta)
         if kind == "yarn":

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
-from sglang_dflash.checkpoint.tensors import Shape, Tensors
+from sglang_dflash.checkpoint.tensors import Shape, Tensors, is_rope_table
 from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
@@ -75,6 +75,8 @@ def remote_headers(name: str, folder: Path) -> Tensors | None:
     found: dict[str, tuple[str, Shape]] = {}
     for file in files:
         for tensor, info in file.tensors.items():
+            if is_rope_table(tensor):
+                continue
             sizes = info.shape if isinstance(info.shape, list) else [None]
             if any(type(size) is not int or size < 0 for size in sizes):
                 raise _broken(name, f"{shown(tensor)} has shape {shown(info.shape)}")

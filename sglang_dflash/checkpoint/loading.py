@@ -11,6 +11,7 @@ from sglang_dflash.checkpoint import rename_weights
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import FETCH_AGAIN
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
+from sglang_dflash.checkpoint.tensors import is_rope_table
 from sglang_dflash.checkpoint.vocabulary_map import check_map
 from sglang_dflash.errors import Refusal
 
@@ -46,6 +47,8 @@ def load(
     unexpected = []
     target_mask: Tensor | None = None
     for checkpoint_name, tensor in weights:
+        if is_rope_table(checkpoint_name):
+            continue
         own = rename_weights(config, checkpoint_name)
         if own == "t2d" and config.vocabulary_map:
             target_mask = tensor

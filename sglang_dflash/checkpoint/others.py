@@ -8,6 +8,14 @@ from typing import Any
 from sglang_dflash.checkpoint import dflash2, domino, dspark, zlab
 from sglang_dflash.errors import Refusal, shown
 
+# Methods by a key that only their configs have, or by how such keys begin.
+BY_KEY = {
+    "dspine_config": "DSpine",
+    "lilicorr_": "LiLiCorr",
+    "num_jacobi_passes": "XPress",
+    "xpress_rank": "XPress",
+}
+
 
 def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
     """The refusal of a config whose method is not served. None if it may be served.
@@ -30,6 +38,9 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
             )
         return Refusal(f"The file {file} describes {other}, which is another method.", fix)
 
+    for key, method_name in BY_KEY.items():
+        if any(one.startswith(key) for one in keys):
+            return refused(f"a draft of {method_name}")
     served = dflash2.matches(raw) and projector == "dflash"
     of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
     if kind != "dflash2" and not served and (of_two or "dflash2" in name):

@@ -3,7 +3,8 @@
 Its layer ids are indices into Transformers' `hidden_states`, one more than z-lab's. Its drafts may
 have a smaller vocabulary: `d2t` holds the *offset* from a draft id to the target's id. Its sliding
 windows count back from the anchor for the whole block. They are causal in the block unless
-`sliding_window_non_causal` is true, which is the default of DFlash 2 alone.
+`sliding_window_non_causal` is true, which is the default of DFlash 2 alone. vLLM also reads
+`is_causal` for all layers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2
+from sglang_dflash.checkpoint import dflash2, dspark
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.fields import (
     FULL,
     MOST_LAYERS,
     MOST_POSITIONS,
-    OF_OTHER_LAYERS,
     SLIDING,
     Fields,
 )
@@ -26,6 +26,14 @@ from sglang_dflash.checkpoint.heads import (
     read_convolution,
     read_markov,
     read_selector,
+)
+from sglang_dflash.checkpoint.known_keys import (
+    BODY,
+    BOOKKEEPING,
+    DIRECTION,
+    OF_OTHER_LAYERS,
+    OF_TARGETS,
+    TRAINING,
 )
 from sglang_dflash.checkpoint.tensors import Tensors
 
@@ -39,6 +47,22 @@ DEFAULTS_OF_DFLASH2 = {
     "selector_rank": 256,
     "selector_top_k": 16,
 }
+HEAD_FIELDS: dict[str, tuple[str, ...]] = {
+    "dflash": (),
+    "dspark": dspark.HEAD_FIELDS,
+    "dflash2": dflash2.HEAD_FIELDS,
+}
+METHOD = (
+    *("speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"),
+    *("block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal"),
+    *("target_hidden_size", "draft_vocab_size", "quantization_config"),
+)
+# The origin of a draft, and what a server of it may do.
+OTHERS = (
+    *("speculators_config", "speculators_version", "has_no_defaults_at_init"),
+    "proposal_speculative_tokens",
+)
+SERVED = {"use_aux_hidden_state": True}
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -61,18 +85,23 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     if mask is None:
         raise top.refuse("has no mask_token_id")
     body.must_be("hidden_act", "silu")
-    body.only(OF_OTHER_LAYERS)
+    kind = raw["speculators_model_type"]
+    for place in (top, body):
+        place.only(OF_OTHER_LAYERS | SERVED)
+    either = (*DIRECTION, *TRAINING, *OF_OTHER_LAYERS, *BOOKKEEPING)
+    top.known(either, METHOD, HEAD_FIELDS[kind], OTHERS, SERVED)
+    body.known(either, BODY, OF_TARGETS)
     hidden_size, heads = body.positive("hidden_size"), body.positive("num_attention_heads")
     num_layers = body.positive("num_hidden_layers", MOST_LAYERS)
     layer_types = body.layer_types(num_layers)
     window = body.window()
     if SLIDING in layer_types and window is None:
         raise body.refuse("has sliding_attention layers but no sliding_window")
-    kind = raw["speculators_model_type"]
-    causal = not top.boolean("sliding_window_non_causal", kind == "dflash2")
+    causal = top.direction([body])
+    slides_causal = _slides_causal(top, kind, causal if SLIDING in layer_types else None)
     views = {
-        SLIDING: LayerAttention(causal=causal, window=window, anchored=True),
-        FULL: LayerAttention(),
+        SLIDING: LayerAttention(causal=slides_causal, window=window, anchored=True),
+        FULL: LayerAttention(causal=bool(causal)),
     }
     vocab_size = body.positive("vocab_size")
     rows = tensors.rows("lm_head.weight")
@@ -119,6 +148,22 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
             )
         return _with_parts(plain, top)
     return plain
+
+
+def _slides_causal(top: Fields, kind: str, causal: bool | None) -> bool:
+    """Whether sliding layers are causal in the block.
+
+    causal: what the config states of every layer, and must agree with. None: nothing.
+    """
+    non_causal = top.optional_boolean("sliding_window_non_causal")
+    if causal is None:
+        return not (kind == "dflash2" if non_causal is None else non_causal)
+    if causal == non_causal:
+        raise top.refuse(
+            f"has sliding_window_non_causal = {non_causal}, but states that all layers are "
+            f"{'' if causal else 'not '}causal"
+        )
+    return causal
 
 
 def _with_heads(plain: DFlashConfig, top: Fields) -> DFlashConfig:

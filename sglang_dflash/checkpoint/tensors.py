@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
 PACKED_VALUES = 16  # the most values in one entry of a quantised tensor: 2 bits each in an int32
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MASK_EMBEDDING = "mask_embedding.pt"
+# Tables of RoPE that some exporters save. A model makes its own from the config.
+ROPE_TABLE = re.compile(r"(^|\.)rotary_emb(_local)?\.\w*(inv_freq|cos_cached|sin_cached)$")
 Shape = tuple[int, ...]
 
 
@@ -71,6 +74,11 @@ class Tensors:
     def parameters(self) -> int:
         """Number of values in all tensors."""
         return sum(math.prod(shape) for _, shape in self.found.values())
+
+
+def is_rope_table(name: str) -> bool:
+    """Whether a tensor of a checkpoint is skipped, as the loaders of all models do."""
+    return ROPE_TABLE.search(name) is not None
 
 
 def read_headers(folder: Path, rename: Callable[[str], str]) -> Tensors:
@@ -128,7 +136,7 @@ def _visible(folder: Path, pattern: str) -> dict[str, Path]:
 
 
 def _header(file: Path) -> dict[str, tuple[str, Shape]]:
-    """Dtype and shape of each tensor of a safetensors file. Raises `Refusal`.
+    """Dtype and shape of each tensor of a safetensors file that is loaded. Raises `Refusal`.
 
     The library that will load the weights parses the header. It checks that the tensors have the
     sizes of their shapes and fill the file to its end.
@@ -144,6 +152,8 @@ def _header(file: Path) -> dict[str, tuple[str, Shape]]:
     header = {}
     with _weights(file, "numpy") as weights:
         for name in weights.keys():  # noqa: SIM118 - no mapping
+            if is_rope_table(name):
+                continue
             part = weights.get_slice(name)
             header[name] = (part.get_dtype(), tuple(part.get_shape()))
     return header
@@ -156,6 +166,8 @@ def check_finite(folder: Path) -> None:
     for file in weight_files(folder):
         with _weights(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping
+                if is_rope_table(name):
+                    continue
                 # Few values at a time are copied, because the file may be large.
                 for part in weights.get_tensor(name).flatten().split(VALUES_AT_ONCE):
                     if not torch.isfinite(part.float()).all():

@@ -1,4 +1,7 @@
-"""z-lab checkpoints and SpecForge exports: `DFlashDraftModel`, method fields in `dflash_config`."""
+"""z-lab checkpoints and SpecForge exports: `DFlashDraftModel`, method fields in `dflash_config`.
+
+NeMo Automodel writes the same format with a class of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,28 @@ from sglang_dflash.checkpoint.fields import (
     FULL,
     MOST_LAYERS,
     MOST_POSITIONS,
-    OF_OTHER_LAYERS,
     SLIDING,
     Fields,
 )
+from sglang_dflash.checkpoint.known_keys import (
+    BODY,
+    BOOKKEEPING,
+    DIRECTION,
+    OF_OTHER_LAYERS,
+    OF_TARGETS,
+    TRAINING,
+)
 from sglang_dflash.checkpoint.tensors import Tensors
+
+TOP = ("draft_vocab_size", "quantization_config")  # at the top level only
+ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
+# Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
+METHOD = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers"),
+    *("sample_from_anchor", "projector_type", "attention_mode", "use_swa", "swa_window_size"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    "mask_token",  # the text of the mask, which its id stands for
+)
 
 
 def projector_type(raw: dict[str, Any]) -> Any:
@@ -24,7 +44,7 @@ def projector_type(raw: dict[str, Any]) -> Any:
 
 def matches(raw: dict[str, Any]) -> bool:
     """Whether a config.json is of this format."""
-    return "DFlashDraftModel" in (raw.get("architectures") or ())
+    return not ARCHITECTURES.isdisjoint(raw.get("architectures") or ())
 
 
 def default_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -43,18 +63,27 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
     checkpoint's, by the model's own names.
     """
+    return read_body(raw, path, name, tensors)[0]
+
+
+def read_body(
+    raw: dict[str, Any],
+    path: str,
+    name: str,
+    tensors: Tensors,
+    heads: tuple[str, ...] = (),
+    names: tuple[str, ...] = ("dflash_config",),
+) -> tuple[DFlashConfig, Fields]:
+    """The configuration without heads, and the fields of the method, in `METHOD` and `heads`.
+
+    heads: fields that a family has beside them. names: of the sections that hold such fields.
+    """
     top = Fields(raw, f"{path}/config.json")
-    method = top.section("dflash_config")
-
-    def either(key: str) -> Fields:
-        """The section to read a field from: `dflash_config` if it has the field, else the top."""
-        return method if method.raw.get(key) is not None else top
-
+    sections = [top.section(section) for section in names]
+    method = top.agreed(sections, (*METHOD, *heads))
     num_layers = top.positive("num_hidden_layers", MOST_LAYERS)
-    num_target_layers = either("num_target_layers").optional_positive(
-        "num_target_layers", MOST_LAYERS
-    )
-    ids = either("target_layer_ids").optional_layer_ids("target_layer_ids", embedding=-1)
+    num_target_layers = method.optional_positive("num_target_layers", MOST_LAYERS)
+    ids = method.optional_layer_ids("target_layer_ids", embedding=-1)
     if ids is None and num_target_layers is not None:
         ids = default_target_layer_ids(num_target_layers, num_layers)
         if ids[-1] < ids[0] or ids[0] < 0:
@@ -65,26 +94,37 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
             "draft was trained on are unknown",
             "Add dflash_config.target_layer_ids.",
         )
-    mask = either("mask_token_id").optional_int("mask_token_id")
+    mask = method.optional_int("mask_token_id")
     if mask is None:
         raise top.refuse("has no mask_token_id", "Add dflash_config.mask_token_id.")
-    draft_width = either("block_size").optional_positive("block_size", MOST_POSITIONS)
+    draft_width = method.optional_positive("block_size", MOST_POSITIONS)
     if draft_width is None:
         raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
     top.must_be("hidden_act", "silu")
-    method.over(raw).only(OF_OTHER_LAYERS)
-    either("attention_mode").must_be("attention_mode", "mha", "gqa")
-
-    def factor(key: str) -> float | None:
-        return either(key).optional_positive_number(key)
-
-    hidden_size, heads = top.positive("hidden_size"), top.positive("num_attention_heads")
+    method.must_be("attention_mode", "mha", "gqa")
+    hidden_size, heads_of_layer = top.positive("hidden_size"), top.positive("num_attention_heads")
+    vocab_size = top.positive("vocab_size")
+    rows = tensors.rows("lm_head.weight")
+    draft_vocab_size = top.optional_positive("draft_vocab_size")
+    if tensors.known and draft_vocab_size not in (None, rows or vocab_size):
+        raise top.refuse(
+            f"has draft_vocab_size = {draft_vocab_size} of {vocab_size} but no lm_head.weight of "
+            "so many rows"
+        )
+    in_either = (*METHOD, *heads, *DIRECTION, *TRAINING, *OF_OTHER_LAYERS, "target_hidden_size")
+    for section in sections:
+        section.only(OF_OTHER_LAYERS)
+        # If the target's differs, JetSpec has an adapter, which is not served.
+        section.only({"target_hidden_size": hidden_size})
+        section.known(in_either)
+    top.only(OF_OTHER_LAYERS)
+    top.known(in_either, names, BODY, OF_TARGETS, BOOKKEEPING, TOP)
     layer_types = top.layer_types(num_layers)
-    return DFlashConfig(
+    config = DFlashConfig(
         path=path,
         format=name,
         draft_width=draft_width,
-        sample_from_anchor=either("sample_from_anchor").boolean("sample_from_anchor", False),
+        sample_from_anchor=method.boolean("sample_from_anchor", False),
         mask_token_id=mask,
         target_layer_ids=tuple(ids),
         num_target_layers=num_target_layers,
@@ -92,38 +132,41 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         hidden_size=hidden_size,
         intermediate_size=top.positive("intermediate_size"),
         num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=top.optional_positive("num_key_value_heads") or heads,
-        head_dim=top.optional_positive("head_dim") or hidden_size // heads,
-        vocab_size=top.positive("vocab_size"),
+        num_heads=heads_of_layer,
+        num_kv_heads=top.optional_positive("num_key_value_heads") or heads_of_layer,
+        head_dim=top.optional_positive("head_dim") or hidden_size // heads_of_layer,
+        vocab_size=vocab_size,
         rms_norm_eps=top.positive_number("rms_norm_eps", 1e-6),
         attention_bias=top.boolean("attention_bias", False),
         max_position_embeddings=top.positive("max_position_embeddings"),
-        attention=_attention(top, method, layer_types),
+        attention=_attention(top, method, top.direction(sections), layer_types),
         rope=top.rope(layer_types),
-        embedding_scale=factor("input_embedding_scale"),
+        embedding_scale=method.optional_positive_number("input_embedding_scale"),
         own_embedding="embed_tokens.weight" in tensors,
-        draft_vocab_size=tensors.rows("lm_head.weight"),
+        draft_vocab_size=rows,
         mask_embedding=tensors.has_mask_embedding(),
         quantization=top.quantization(),
-        logit_multiplier=factor("output_multiplier") or 1.0,
-        logit_cap=factor("final_logit_softcapping"),
+        logit_multiplier=method.optional_positive_number("output_multiplier") or 1.0,
+        logit_cap=method.optional_positive_number("final_logit_softcapping"),
     )
+    return config, method
 
 
-def _attention(top: Fields, method: Fields, layer_types: list[str]) -> tuple[LayerAttention, ...]:
+def _attention(
+    top: Fields, method: Fields, causal: bool | None, layer_types: list[str]
+) -> tuple[LayerAttention, ...]:
     """The attention of each layer, by the rules of z-lab's reference.
 
     Each position of a sliding layer sees the last `sliding_window` tokens, itself included.
-    `use_swa` makes every layer slide. `causal` (or `is_causal` at the top level) holds for every
-    layer. If neither is stated, sliding layers are causal and the others are not.
+    `use_swa` makes every layer slide. causal: of every layer, if the config states it. Else sliding
+    layers are causal and the others are not.
     """
-    causal = method.optional_boolean("causal")
-    if causal is None:
-        causal = top.optional_boolean("is_causal")
     if method.boolean("use_swa", False):
         layer_types = [SLIDING] * len(layer_types)
-    window = method.optional_positive("swa_window_size") or top.window()
+    window, other = method.optional_positive("swa_window_size"), top.window()
+    if None not in (window, other) and window != other:
+        raise top.refuse(f"has swa_window_size = {window}, but sliding_window = {other}")
+    window = window or other
     windows_on = top.boolean("use_sliding_window", True)
     if SLIDING in layer_types and window is None and windows_on:
         raise top.refuse("has sliding_attention layers but no sliding_window")

@@ -12,7 +12,17 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.launch import Server
-from test.formats import Case, deepspec, dflash2, domino, specforge, speculators, write, zlab
+from test.formats import (
+    Case,
+    deepspec,
+    dflash2,
+    domino,
+    nemo,
+    specforge,
+    speculators,
+    write,
+    zlab,
+)
 from test.reference import Semantics, draft_block
 from test.servers import STRICT
 from test.worker.conftest import prompt
@@ -23,6 +33,7 @@ Reading: TypeAlias = tuple[Semantics, dict[str, torch.Tensor]]  # and the weight
 FORMATS: dict[str, Callable[[], Case]] = {
     "z-lab": zlab,
     "SpecForge": specforge,
+    "NeMo": lambda: nemo(causal=True),
     "speculators": lambda: speculators(draft_vocab=64),
     "speculators as --model-path": lambda: speculators(sample_from_anchor=True),
     "DSpark": lambda: deepspec("rnn"),

@@ -82,13 +82,6 @@ def test_a_block_is_one_longer_with_sample_from_anchor(tmp_path: Path) -> None:
     assert (got.draft_width, got.block_size) == (BLOCK, BLOCK + 1)
 
 
-def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
-    """`variable_block_size` was a field of this project's drafts."""
-    plain = load_config(write(tmp_path, draft_config()))
-    method = {"variable_block_size": True, "written_by": "another tool"}
-    assert load_config(write(tmp_path, draft_config(dflash_config=method))) == plain
-
-
 def test_default_layer_ids() -> None:
     """The ids of published drafts follow from the formula."""
     assert default_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]

@@ -131,10 +131,14 @@ except Refusal as refusal:
 
 
 def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
-    """Only configs and headers are fetched. They are enough to count the parameters."""
+    """Only configs and headers are fetched. They are enough to count the parameters.
+
+    A table of RoPE is none.
+    """
     config = draft_config(intermediate_size=4096)
     weights = draft_weights(config)
-    file = write_draft(hub.folder, config, weights) / "model.safetensors"
+    table = {"model.rotary_emb.inv_freq": torch.zeros(16)}
+    file = write_draft(hub.folder, config, weights | table) / "model.safetensors"
     report = json.loads(run(hub.url, tmp_path / "cache", INSPECT))
     assert report["fits"]
     assert report["parameters"] == sum(tensor.numel() for tensor in weights.values())

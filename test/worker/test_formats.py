@@ -198,6 +198,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
         "zlab sliding",
         lambda s: replace(s, layers=[("zlab", 12, False), ("full", None, False)]),
     ),
+    "JetSpec not causal": (
+        "JetSpec",
+        lambda s: replace(s, layers=[("full", None, False)] * 2),
+    ),
     "no anchor": ("zlab sample_from_anchor", lambda s: replace(s, sample_from_anchor=False)),
     "no scale": ("zlab scale, cap, multiplier", lambda s: replace(s, embedding_scale=1.0)),
     "no mask embedding": ("zlab mask embedding", lambda s: replace(s, mask_embedding=None)),
@@ -250,6 +254,25 @@ def test_a_wrong_reading_is_noticed(served: Served, model: Qwen3ForCausalLM, mut
     _, weights, semantics = CASES[case]()
     weights.pop("mask_embedding.pt", None)
     assert not all(agreement(model, served(case, 1), weights, mutate(semantics)))
+
+
+def test_each_spelling_of_direction_drafts_the_same(target: str, tmp_path: Path) -> None:
+    """JetSpec's key, the reference's and z-lab's. The draft that states none drafts otherwise."""
+    config, weights, _ = CASES["zlab"]()
+    method = config["dflash_config"]
+    spelled: dict[str, dict[str, Any]] = {
+        "causal": {"dflash_config": method | {"causal": True}},
+        "causal_head": {"dflash_config": method | {"causal_head": True}},
+        "is_causal": {"is_causal": True},
+        "": {},
+    }
+    traces = {}
+    for name, fields in spelled.items():
+        path = write(tmp_path / name / "draft", config | fields, weights)
+        with InProcess(target, str(path)) as engine:
+            traces[name] = trace(engine, PROMPT, 24)
+    assert traces["causal_head"] == traces["causal"] == traces["is_causal"]
+    assert traces[""] != traces["causal"]
 
 
 def state_first(inner: Tensor) -> Tensor:
