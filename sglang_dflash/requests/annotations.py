@@ -76,6 +76,12 @@ REGEX = Annotated[
     AfterValidator(_compiled),
 ]
 
+TAG = Annotated[  # SGLang takes an empty one for a grammar in one place, and for none in another
+    str,
+    Field(strict=True, min_length=1, description="a structural tag in JSON"),
+    AfterValidator(_text),
+]
+
 
 def checked(annotation: Any) -> Any:
     """SGLang's annotation with this module's types in the place of Python's."""

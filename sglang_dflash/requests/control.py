@@ -37,6 +37,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.algorithm import is_dflash, serves_dflash
+from sglang_dflash.compatibility import REFUSED_FLAGS
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal, shown
 from sglang_dflash.platforms import platform_of
 from sglang_dflash.requests.annotations import INT32, Rule, number
@@ -211,7 +212,11 @@ def _state(obj: SetInternalStateReq) -> None:
             raise Refusal(
                 f"server_args has {shown(name)}.", f"It must be one of {', '.join(STATE)}."
             )
-        obj.server_args[name] = Rule.of(STATE[name]).parse(value, f"server_args.{name}")
+        value = Rule.of(STATE[name]).parse(value, f"server_args.{name}")
+        obj.server_args[name] = value
+        for flag, served, why, fix in REFUSED_FLAGS:
+            if flag == name and value not in served:  # as when the server starts
+                raise Refusal(f"server_args.{name} is {value}, but {why}.", fix)
 
 
 def _sleep(obj: SlowDownReqInput) -> None:

@@ -20,6 +20,7 @@ from sglang_dflash.errors import Refusal, shown
 from sglang_dflash.requests.annotations import (
     INT32,
     REGEX,
+    TAG,
     UNIONS,
     Record,
     Rule,
@@ -51,6 +52,7 @@ SAMPLING: dict[str, Any] = {
     "min_new_tokens": INT32,
     "stream_interval": whole(1, 2**31 - 1),
     "stop_regex": REGEX | list[REGEX],
+    "structural_tag": TAG,
     "logit_bias": dict[TOKEN, BIAS],
     "stop_token_ids": list[TOKEN | None],  # SGLang leaves null out
 }

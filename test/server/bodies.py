@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 from urllib.parse import quote
@@ -55,6 +56,17 @@ STEERING = {  # path: the field, and the reason
     "/send_weights_to_remote_instance": ("ports", "waits for other processes"),
 }
 OF_NO_TYPE: list[Any] = [{"x": 1}, [[1]], [{"x": []}]]  # neither text, a number nor a list of text
+# False, but not null: SGLang asks for truth in one place, and for None in another.
+FALSE: list[Any] = ["", [], {}, 0, False]
+RIGHT: dict[str, Schema] = {  # bodies that are served, where a required field alone is not enough
+    "/generate": {"text": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/api/chat": {"messages": [{"role": "user", "content": "x"}], "stream": False},
+    "/api/generate": {"prompt": "x", "stream": False},
+}
 SHORT: Schema = {  # unless a case draws another length
     **{"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4},
     "sampling_params": {"max_new_tokens": 8},
@@ -177,6 +189,26 @@ class Bodies:
         if not optional:
             return drawn([])
         return st.lists(st.sampled_from(optional), unique=True, max_size=4).flatmap(drawn)
+
+
+def false_cases(bodies: Bodies) -> Iterator[Case]:
+    """Each field of each body, with each value of `FALSE` and none else that is wrong."""
+    for path, methods in bodies.document["paths"].items():
+        for method, operation in methods.items():
+            schema = body_schema(operation)
+            fields = bodies.names(schema)
+            if path in STEERING or method not in METHODS or not fields:
+                continue
+            right = dict(RIGHT.get(path, {}))
+            _shorten(right, fields)
+            for name in sorted(fields):
+                for value in FALSE:
+                    yield Case(method, path, body=json.dumps(right | {name: value}).encode())
+            for place in sorted(fields & set(bodies.named)):
+                for name in bodies.named[place]["properties"]:
+                    for value in FALSE:
+                        params = right.get(place, {}) | {name: value}
+                        yield Case(method, path, body=json.dumps(right | {place: params}).encode())
 
 
 @st.composite

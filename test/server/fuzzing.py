@@ -16,7 +16,7 @@ SECONDS = 5  # for the answer to a case
 WRITING = re.compile("/generate|completions|/v1/responses|/v1/messages|/api/chat|/invocations")
 
 
-def failure(server: Client, case: Case) -> str | None:
+def failure(server: Client, case: Case, seconds: float = SECONDS) -> str | None:
     """What is wrong with the answer to a request; None for nothing. May raise a Timeout."""
     try:
         answer = requests.request(
@@ -26,7 +26,7 @@ def failure(server: Client, case: Case) -> str | None:
             data=case.form if case.body is None else case.body,
             files={"file": b"x"} if case.form and "file" in case.form else None,
             headers={} if case.body is None else {"content-type": "application/json"},
-            timeout=SECONDS,
+            timeout=seconds,
             stream=True,
         )
         text = _beginning(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from openai import OpenAI
 
 from sglang_dflash.tiny.prompts import held_out
+from test.server.bodies import Bodies, false_cases
 from test.server.conftest import on
-from test.server.fuzzing import fuzz
+from test.server.fuzzing import failure, fuzz
 from test.server.tensors import serialised
 from test.servers import Client, chat
 
@@ -37,7 +39,7 @@ SAMPLING: dict[str, list[Any]] = {
     "json_schema": [{}, 1, ["{}"], True],
     "regex": [1, ["a"], {}],
     "ebnf": [1, ["a"], {}],
-    "structural_tag": [1, ["a"], {}],
+    "structural_tag": [1, ["a"], {}, ""],
     "ignore_eos": ["yes", [True], 2],
     "skip_special_tokens": ["yes", [True], 2],
     "spaces_between_special_tokens": ["yes", [True], 2],
@@ -126,6 +128,8 @@ ELSEWHERE: list[tuple[str, Any, str]] = [
     ("/stop_profile", None, "not in progress"),
     ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": None}}, "pp_max"),
     ("/set_internal_state", {"server_args": {"tp_size": 2}}, "tp_size"),
+    ("/set_internal_state", {"server_args": {"speculative_accept_threshold_single": 0.2}}, "lossy"),
+    ("/set_internal_state", {"server_args": {"speculative_accept_threshold_acc": 0}}, "lossy"),
     ("/slow_down", {"forward_sleep_time": NAN}, "forward_sleep_time"),
     ("/release_memory_occupation", {"tags": ["x"]}, "tags"),
     ("/resume_memory_occupation", {}, "not released"),
@@ -221,6 +225,19 @@ def test_what_sglang_serves_is_served(server: Client) -> None:
     }
     answers = post(server, "/generate", batch)
     assert [a["meta_info"]["completion_tokens"] for a in answers.json()] == [2, 3], answers.text
+
+
+@on("auto")
+@pytest.mark.usefixtures("still_right")
+def test_no_false_value_is_an_error_of_the_server(server: Client) -> None:
+    """It is served, or HTTP 400 (422 by FastAPI)."""
+    bodies = Bodies(requests.get(f"{server.url}/openapi.json", timeout=60).json())
+    asked = list(false_cases(bodies))
+    assert len(asked) > 1_000
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda case: failure(server, case, seconds=120), asked))
+    wrong = [f"{case}: {why}" for case, why in zip(asked, found, strict=True) if why]
+    assert not wrong, "\n".join(wrong)
 
 
 @on("auto")
