@@ -30,7 +30,7 @@ def has_rules(batch: ScheduleBatch) -> bool:
     info = batch.sampling_info
     return bool(
         info.penalizer_orchestrator.is_required
-        or batch.has_grammar
+        or (batch.has_grammar and any(has_mask(req) for req in batch.reqs))
         or info.has_custom_logit_processor
         or info.logit_bias is not None
     )
@@ -122,6 +122,20 @@ def _is_llguidance(grammar: BaseGrammarObject) -> bool:
     return module is not None and type(grammar) is module.GuidanceGrammar
 
 
+def has_mask(req: Req) -> bool:
+    """Whether a request's grammar may forbid tokens now or later.
+
+    With `--enable-strict-thinking` every request has a grammar. Without a rule of its own, it
+    filters the tokens of a thought, and does nothing behind it.
+    """
+    grammar = req.grammar
+    if grammar is None or grammar.finished:
+        return False
+    if isinstance(grammar, ReasonerGrammarObject) and grammar.grammar is None:
+        return bool(grammar.tokens_after_end < 0)
+    return True
+
+
 def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
     """Ban in place the tokens that each request's grammar forbids after its output and drafts.
 
@@ -132,9 +146,11 @@ def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) 
     """
     alike: dict[Any, list[int]] = {}
     for i, req in enumerate(batch.reqs):
-        if req.grammar is not None and not req.grammar.finished:
+        if has_mask(req):
             apply = req.grammar.apply_vocab_mask
             alike.setdefault(getattr(apply, "__func__", apply), []).append(i)
+    if not alike:
+        return
     tokens = [[0]] * len(batch.reqs) if block is None else block.tolist()
     for members in alike.values():
         drafts = {}
@@ -174,8 +190,14 @@ def _mask_alike(
 def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int) -> None:
     """Fill mask rows as long as the drafts are legal, then roll the grammar back."""
     walked = 0
+    in_thought = False  # rows of a thought are alike, and SGLang takes long to make one
     while not grammar.is_terminated():
-        grammar.fill_vocab_mask(mask, row + walked)
+        was_in_thought = in_thought
+        in_thought = _is_in_thought(grammar)
+        if in_thought and was_in_thought:
+            mask[row + walked] = mask[row + walked - 1]
+        else:
+            grammar.fill_vocab_mask(mask, row + walked)
         if walked + 1 == len(tokens):
             break
         token = tokens[walked + 1]
@@ -185,6 +207,13 @@ def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int)
         walked += 1
     if walked:
         grammar.rollback(walked)
+
+
+def _is_in_thought(grammar: BaseGrammarObject) -> bool:
+    """Whether a request thinks and may go on thinking."""
+    if not isinstance(grammar, ReasonerGrammarObject):
+        return False
+    return grammar._is_thinking() and grammar._can_think_more()
 
 
 def _allows(mask: Tensor, token: int) -> bool:
