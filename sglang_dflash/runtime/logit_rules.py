@@ -166,7 +166,7 @@ def _mask_alike(
 
     drafts: by the index of the request, the anchor and those drafts that its grammar can follow.
     """
-    rows = []
+    rows: list[int] = []
     for i, tokens in drafts.items():
         rows.extend(range(i * width, i * width + len(tokens)))
     first = batch.reqs[next(iter(drafts))].grammar
@@ -213,7 +213,7 @@ def _is_in_thought(grammar: BaseGrammarObject) -> bool:
     """Whether a request thinks and may go on thinking."""
     if not isinstance(grammar, ReasonerGrammarObject):
         return False
-    return grammar._is_thinking() and grammar._can_think_more()
+    return bool(grammar._is_thinking() and grammar._can_think_more())
 
 
 def _allows(mask: Tensor, token: int) -> bool:

@@ -16,7 +16,7 @@ from test.worker.conftest import prompt
 WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|endoftext|>")
 FIRST_WORD = 151  # behind the mask token
 THINK_END = FIRST_WORD + 1
-STRICT = {"reasoning_parser": "qwen3", "enable_strict_thinking": True}
+STRICT: dict[str, Any] = {"reasoning_parser": "qwen3", "enable_strict_thinking": True}
 
 
 def budget(tokens: int) -> dict[str, Any]:
@@ -55,7 +55,9 @@ def test_strict_thinking(
         "logprobs": Asked(SHARED, N | budget(3) | {"return_logprob": True, "top_logprobs_num": 2}),
         "radix": Asked(SHARED + prompt(973, 5), N | {"frequency_penalty": 0.7}),
     }
-    reqs, drafts = served(thinker, answer(thinker, asked, **STRICT), backend, page_size=page, **STRICT)
+    reqs, drafts = served(
+        thinker, answer(thinker, asked, **STRICT), backend, page_size=page, **STRICT
+    )
     assert_drafts(thinker, reqs, drafts)
     assert reqs["a budget"].output_ids[5] == THINK_END
     for name, req in reqs.items():
@@ -64,7 +66,7 @@ def test_strict_thinking(
 
 def test_a_mask_on_the_device(small: Path) -> None:
     """outlines makes its mask on the device; its requests commit one token per step."""
-    flags = {"grammar_backend": "outlines"}
+    flags: dict[str, Any] = {"grammar_backend": "outlines"}
     regex = {"regex": "(t01[0-9]|t02[0-9]){8}", "max_new_tokens": 6}
     asked = {
         "none": Asked(SHARED, N),

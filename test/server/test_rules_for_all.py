@@ -16,7 +16,8 @@ from test.checkpoints import write_with_added_tokens
 from test.servers import Client, chat, running
 
 PROMPTS = [example.prompt for example in held_out("word", 3, seed=31)]
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 23, 456]}}, "required": ["n"]}
+NUMBERS = [1, 23, 456]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": NUMBERS}}, "required": ["n"]}
 JSON = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
 
 
@@ -55,7 +56,7 @@ def thinking(client: Client) -> list[Any]:
     answers: list[Any] = [said(client, PROMPTS[0], **kind) for kind in kinds]
     assert answers[0]["reason"] == "length"  # the end of an answer cannot come from a thought
     assert answers[2]["reasoning_content"] is None
-    assert json.loads(answers[3]["content"])["n"] in SCHEMA["properties"]["n"]["enum"]
+    assert json.loads(answers[3]["content"])["n"] in NUMBERS
     answers.append(streamed(client, PROMPTS[1], **budget))
     with ThreadPoolExecutor(len(kinds)) as pool:
         answers += list(pool.map(lambda kind: said(client, PROMPTS[2], **kind), kinds))
@@ -80,17 +81,19 @@ RULES = {
     "logit_bias": {"300": 2.0},
     "custom_params": {"thinking_budget": 3},
 }
+PREFERRED = ("--preferred-sampling-params", json.dumps(RULES))
 
 
 @pytest.mark.parametrize(
     ("ask", "flags"),
     [
         (thinking, ("--reasoning-parser", "qwen3", "--enable-strict-thinking")),
+        pytest.param(preferred, PREFERRED, marks=pytest.mark.ci),
         pytest.param(
-            preferred, ("--preferred-sampling-params", json.dumps(RULES)), marks=pytest.mark.ci
+            preferred, (*PREFERRED, "--grammar-backend", "outlines"), marks=pytest.mark.ci
         ),
     ],
-    ids=["strict thinking", "preferred rules"],
+    ids=["strict thinking", "preferred rules", "preferred rules, outlines"],
 )
 def test_every_request_has_rules(
     tmp_path: Path, ask: Callable[[Client], list[Any]], flags: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from sglang_dflash.tiny.prompts import held_out
 from test.checkpoints import write_with_added_tokens
 from test.inprocess import InProcess
 from test.servers import chat
-from test.worker.conftest import Cut, Request, each_alone, facts, force
+from test.worker.conftest import Cut, Request, each_alone, facts, join
 
 UNNAMED = 40  # ids of the target behind its tokenizer's
 SCHEMA = {
@@ -124,18 +123,10 @@ def asked_of(target: str, options: list[dict[str, Any]]) -> list[Request]:
 def serve(
     target: str, asked: list[Request], expected: list[dict[str, Any]], cuts: Cut, **flags: Any
 ) -> list[Any]:
-    """Serve requests together, whose drafts are right for any number of tokens."""
-    rng = random.Random(2)
+    """Serve requests together. Any number of their drafts is right."""
     with InProcess(target, str(DRAFT), max_running_requests=16, **flags) as engine:
-        forced = force(engine, lambda _: rng.randint(0, 15))
         cuts(engine)
-        reqs = []
-        for (ids, options), answer in zip(asked, expected, strict=True):
-            reqs.append(engine.add(ids, **options))
-            forced.truth[reqs[-1].rid] = answer["ids"]
-            engine.step()
-        engine.run(*reqs)
-    return reqs
+        return join(engine, asked, expected)
 
 
 @pytest.mark.parametrize("backend", ["outlines", "llguidance"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -18,13 +17,13 @@ from sglang_dflash.tiny.prompts import held_out
 from test.checkpoints import write_with_added_tokens
 from test.inprocess import InProcess
 from test.servers import chat
-from test.worker.conftest import Cut, Request, each_alone, facts, force
+from test.worker.conftest import Cut, Request, each_alone, facts, join
 
 TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 THINK_END = 2045
 IM_END = 2
-STRICT = {"reasoning_parser": "qwen3", "enable_strict_thinking": True}
-REGEX = {"regex": r"(yes|no)[0-9]{3}"}
+STRICT: dict[str, Any] = {"reasoning_parser": "qwen3", "enable_strict_thinking": True}
+REGEX: dict[str, Any] = {"regex": r"(yes|no)[0-9]{3}"}
 
 
 def budget(tokens: int) -> dict[str, Any]:
@@ -76,16 +75,9 @@ def test_strict_thinking(
 ) -> None:
     """Tokens that end an answer cannot come from a thought, and a budget ends the thought."""
     monkeypatch.setenv("SGLANG_DFLASH_DRAFT_AHEAD", ahead)
-    rng = random.Random(2)
     with InProcess(thinker, str(DRAFT), max_running_requests=16, **STRICT) as engine:
-        forced = force(engine, lambda _: rng.randint(0, 15))
         cuts(engine)
-        reqs = {}
-        for name, (ids, options), answer in zip(ASKED, asked, expected, strict=True):
-            reqs[name] = engine.add(ids, **options)
-            forced.truth[reqs[name].rid] = answer["ids"]
-            engine.step()
-        engine.run(*reqs.values())
+        reqs = dict(zip(ASKED, join(engine, asked, expected), strict=True))
     for (name, req), answer in zip(reqs.items(), expected, strict=True):
         assert facts(req)["ids"] == answer["ids"], name
         assert facts(req)["reason"] == answer["reason"], name
@@ -96,26 +88,17 @@ def test_strict_thinking(
     assert len(reqs["an answer by a grammar"].output_ids) < 20
 
 
-def test_thoughts_are_free_without_the_flag(
-    thinker: str, asked: list[Request], cuts: Cut
-) -> None:
+def test_thoughts_are_free_without_the_flag(thinker: str, asked: list[Request], cuts: Cut) -> None:
     """The grammar of a request that thinks begins behind its thought."""
-    flags = {"reasoning_parser": "qwen3"}
-    bias = {"logit_bias": {str(THINK_END): 18.0}, "require_reasoning": True}
-    some = [(ids, {"max_new_tokens": 40} | bias | REGEX) for ids, _ in asked[:2]]
-    some.append((asked[2][0], {"max_new_tokens": 40} | REGEX))
-    some.append((asked[3][0], {"max_new_tokens": 40, "require_reasoning": True}))
+    flags: dict[str, Any] = {"reasoning_parser": "qwen3"}
+    long = {"max_new_tokens": 40}
+    ends: dict[str, Any] = {"logit_bias": {str(THINK_END): 18.0}, "require_reasoning": True}
+    kinds = [long | ends | REGEX, long | ends | REGEX, long | REGEX, long | ends]
+    some = [(ids, kind) for (ids, _), kind in zip(asked, kinds, strict=False)]
     expected = each_alone(thinker, some, **flags)
-    rng = random.Random(2)
     with InProcess(thinker, str(DRAFT), **flags) as engine:
-        forced = force(engine, lambda _: rng.randint(0, 15))
         cuts(engine)
-        reqs = []
-        for (ids, options), answer in zip(some, expected, strict=True):
-            reqs.append(engine.add(ids, **options))
-            forced.truth[reqs[-1].rid] = answer["ids"]
-            engine.step()
-        engine.run(*reqs)
+        reqs = join(engine, some, expected)
     assert [facts(req) for req in reqs] == expected
     assert THINK_END in reqs[0].output_ids
 
