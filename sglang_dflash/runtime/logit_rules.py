@@ -179,9 +179,10 @@ def _mask_alike(
     for i, tokens in drafts.items():
         _walk(batch.reqs[i].grammar, tokens, mask, row)
         row += len(tokens)
-    index = torch.tensor(rows, device=logits.device)
+    every = len(rows) == len(logits)
+    index = slice(None) if every else torch.tensor(rows, device=logits.device)
     # SGLang's kernel takes the width of a row for its stride, so the rows must be adjacent.
-    dense = logits.contiguous() if len(rows) == len(logits) else logits[index]
+    dense = logits.contiguous() if every else logits[index]
     first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, logits.device))
     if dense is not logits:
         logits[index] = dense

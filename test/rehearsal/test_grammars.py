@@ -10,7 +10,8 @@ import pytest
 
 from sglang_dflash.options import DRAFT_AHEAD
 from test.checkpoints import VOCAB, write_tokenizer
-from test.rehearsal.serving import GRAMMAR, SHARED, Asked, N, answer, assert_drafts, served
+from test.rehearsal.device.memory import LOG
+from test.rehearsal.serving import GRAMMAR, SHARED, Asked, N, answer, assert_drafts, engine, served
 from test.worker.conftest import prompt
 
 WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|endoftext|>")
@@ -76,3 +77,24 @@ def test_a_mask_on_the_device(small: Path) -> None:
     reqs, _ = served(small, answer(small, asked, **flags), "fa3", **flags)
     assert reqs["none"].spec_num_correct_drafts > 0
     assert reqs["one"].spec_num_correct_drafts == reqs["two"].spec_num_correct_drafts == 0
+
+
+def one_step(folder: Path, options: dict[str, Any], **flags: Any) -> tuple[int, int, list[str]]:
+    """Launches, copies and waits of a steady step of four requests."""
+    with engine(folder, "fa3", cuda_graph_bs=[4], **flags) as run:
+        for i in range(4):
+            run.add(prompt(980 + i, 20), **N | {"max_new_tokens": 60} | options)
+        for _ in range(5):
+            run.step()
+        LOG.clear()
+        run.step()
+        return len(LOG.launches), len(LOG.copies), list(LOG.waits)
+
+
+def test_what_strict_thinking_costs(thinker: Path) -> None:
+    """Nothing to requests that do not think. The others wait for their drafts, too."""
+    launches, copies, waits = one_step(thinker, {})
+    assert one_step(thinker, {}, **STRICT) == (launches, copies, waits)
+    thoughts = one_step(thinker, {"require_reasoning": True}, **STRICT)
+    drafts = "runtime/logit_rules.py:mask_by_grammar tolist"
+    assert thoughts == (launches + 1, copies + 1, [drafts, *waits])
