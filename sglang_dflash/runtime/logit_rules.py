@@ -104,19 +104,22 @@ def follows_drafts(req: Req) -> bool:
     Grammars of SGLang's backends xgrammar and llguidance can. Those of outlines and of backends
     that users register have masks of their own, and need no way back.
     """
-    grammar = req.grammar
-    if grammar is None:
+    if req.grammar is None:
         return True
-    if isinstance(grammar, ReasonerGrammarObject):
-        if grammar.grammar is None:  # only a filter of tokens while the request thinks
-            return grammar.token_filter_fn in (None, XGrammarGrammarBackend.set_token_filter)
-        grammar = grammar.grammar
+    grammar = _without_thought(req.grammar)
+    if grammar is None:
+        return req.grammar.token_filter_fn in (None, XGrammarGrammarBackend.set_token_filter)
     if _is_llguidance(grammar):
         return not req.sampling_params.ignore_eos  # it cannot go back over several end tokens
     return type(grammar) is XGrammarGrammar
 
 
-def _is_llguidance(grammar: BaseGrammarObject) -> bool:
+def _without_thought(grammar: BaseGrammarObject) -> BaseGrammarObject | None:
+    """The grammar of the answer behind a thought. None if there is only a filter of the thought."""
+    return grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
+
+
+def _is_llguidance(grammar: BaseGrammarObject | None) -> bool:
     """The module imports torch's compiler. Until it is loaded, there are no such grammars."""
     module = sys.modules.get("sglang.srt.constrained.llguidance_backend")
     return module is not None and type(grammar) is module.GuidanceGrammar
@@ -131,7 +134,7 @@ def has_mask(req: Req) -> bool:
     grammar = req.grammar
     if grammar is None or grammar.finished:
         return False
-    if isinstance(grammar, ReasonerGrammarObject) and grammar.grammar is None:
+    if _without_thought(grammar) is None:
         return bool(grammar.tokens_after_end < 0)
     return True
 
@@ -169,11 +172,12 @@ def _mask_alike(
     rows: list[int] = []
     for i, tokens in drafts.items():
         rows.extend(range(i * width, i * width + len(tokens)))
+    info = batch.sampling_info
     first = batch.reqs[next(iter(drafts))].grammar
     mask = first.allocate_vocab_mask(
-        vocab_size=batch.sampling_info.vocab_size, batch_size=len(rows), device=logits.device
+        vocab_size=info.vocab_size, batch_size=len(rows), device=info.device
     )
-    if _is_llguidance(first):
+    if _is_llguidance(_without_thought(first)):
         mask.fill_(-1)  # it is the mask of an earlier call
     row = 0
     for i, tokens in drafts.items():
@@ -183,7 +187,7 @@ def _mask_alike(
     index = slice(None) if every else torch.tensor(rows, device=logits.device)
     # SGLang's kernel takes the width of a row for its stride, so the rows must be adjacent.
     dense = logits.contiguous() if every else logits[index]
-    first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, logits.device))
+    first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, info.device))
     if dense is not logits:
         logits[index] = dense
 
