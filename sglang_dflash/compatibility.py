@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
+from sglang.srt.constrained.base_grammar_backend import GRAMMAR_BACKEND_REGISTRY
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
@@ -136,6 +137,7 @@ def check_flags(server_args: ServerArgs) -> None:
             raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
     _check_adapters(server_args)
     _check_keys(server_args)
+    _check_strict_thinking(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
@@ -152,6 +154,19 @@ def _check_keys(server_args: ServerArgs) -> None:
             f"{' and '.join(given)} would not be checked with {elsewhere}: SGLang then serves HTTP "
             "from other processes, which know no keys.",
             f"Leave {elsewhere} out, or check keys in front of the server.",
+        )
+
+
+def _check_strict_thinking(server_args: ServerArgs) -> None:
+    """SGLang fails when its scheduler starts or, with some parsers, at the first request."""
+    backend = server_args.grammar_backend
+    if not server_args.enable_strict_thinking or backend in GRAMMAR_BACKEND_REGISTRY:
+        return
+    if backend == "none" or (backend != "xgrammar" and server_args.reasoning_parser is not None):
+        raise Refusal(
+            f"--enable-strict-thinking does not work with --grammar-backend {backend}: only the "
+            "masks of xgrammar can filter the tokens of a thought.",
+            "Give --grammar-backend xgrammar.",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def write_tokenizer(path: Path, vocab_size: int, special: dict[int, str] | None 
         pad_token=word(0),
         additional_special_tokens=list((special or {}).values()),
     ).save_pretrained(path)
+
+
+def write_with_added_tokens(path: Path, words: Sequence[str], unnamed: int = 0) -> Path:
+    """The bundled target with these tokens, and then `unnamed` ids without text, at its end.
+
+    Its tokenizer loses as many merges, one for each id. The draft fits as it did.
+    """
+    path.mkdir()
+    for file in TARGET.iterdir():
+        if file.name != "tokenizer.json":
+            (path / file.name).symlink_to(file)
+    tokenizer = json.loads((TARGET / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    kept = len(model["vocab"]) - len(words) - unnamed
+    model["merges"] = model["merges"][: kept - len(model["vocab"])]
+    model["vocab"] = {text: i for text, i in model["vocab"].items() if i < kept}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    for i, text in enumerate(words):
+        tokenizer["added_tokens"].append({"id": kept + i, "content": text, **flags})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
 
 
 def write_latent_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:

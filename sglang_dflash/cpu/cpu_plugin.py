@@ -56,11 +56,14 @@ CPU_HOOKS = (
         "cpu.stand_ins:alloc_decode",
         "Triton kernel",
     ),
-    Hook(
-        "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        "AROUND",
-        "cpu.stand_ins:apply_vocab_mask",
-        "no CPU branch",
+    *(
+        Hook(
+            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
+            "AROUND",
+            "cpu.stand_ins:apply_vocab_mask",
+            "no CPU branch",
+        )
+        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
     ),
     Hook(
         "server_args.ServerArgs._handle_cpu_backends",

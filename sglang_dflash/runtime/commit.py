@@ -130,6 +130,7 @@ def _accept_by_grammar(req: Req, token: int) -> None:
         logger.error("Grammar of request %s: %s", req.rid, error)
         req.to_finish = FINISH_ABORT(f"The grammar refused token {token}.")
         req.update_finish_state()
+    req.grammar.finished = req.finished()  # as SGLang; llguidance ends at any end token
 
 
 def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:

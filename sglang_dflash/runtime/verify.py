@@ -23,6 +23,7 @@ from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.logit_rules import one_token_a_step
 from sglang_dflash.runtime.sample import TargetSampler
 from sglang_dflash.runtime.verify_graphs import VerifyGraphs
 
@@ -151,17 +152,16 @@ class Verifier:
     def _acceptable(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
         """The block's tokens, [B, w] int64, -1 for drafts that count as wrong.
 
-        Custom logit processors are user code that reads the request. They run only on the
-        anchor's logits. So all drafts of such a request count as wrong, and it commits one token
-        per step.
+        So do all drafts of a request that commits one token per step.
         """
-        tokens, info = block.token_ids, batch.sampling_info
+        tokens = block.token_ids
         if block.present is not None:
             tokens = tokens.masked_fill(~block.present, -1)
-        if info.has_custom_logit_processor:
-            custom = torch.stack([mask for _, mask in info.custom_logit_processor.values()])
-            is_draft = torch.arange(block.draft_token_num, device=custom.device) > 0
-            tokens = tokens.masked_fill(custom.any(dim=0)[:, None] & is_draft, -1)
+        alone = one_token_a_step(batch)
+        if any(alone):
+            requests = torch.tensor(alone, device=tokens.device)
+            is_draft = torch.arange(block.draft_token_num, device=tokens.device) > 0
+            tokens = tokens.masked_fill(requests[:, None] & is_draft, -1)
         return tokens
 
     def dry_run(self, forward: ForwardBatch, width: int) -> LogitsProcessorOutput:

@@ -36,7 +36,7 @@ TOKENS = [
     ("runtime.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
     ("runtime.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
-    ("runtime.sample:mask_by_grammar", "logits=dense", "logits=dense.clone()"),
+    ("runtime.logit_rules:_mask_alike", "logits=dense", "logits=dense.clone()"),
     ("attention.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
     ("attention.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),

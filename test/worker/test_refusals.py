@@ -77,6 +77,14 @@ def test_flags(target: str, draft: str, flag: str) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("backend", ["none", "outlines", "llguidance"])
+def test_strict_thinking_needs_xgrammar(target: str, draft: str, backend: str) -> None:
+    """SGLang fails in its scheduler, at its start or at the first request."""
+    flags: dict[str, Any] = {"grammar_backend": backend, "enable_strict_thinking": True}
+    with pytest.raises(Refusal, match=f"--grammar-backend {backend}: .* xgrammar"):
+        arguments(target, draft, reasoning_parser="deepseek-r1", **flags)
+
+
 @pytest.mark.parametrize(
     "elsewhere", [{"tokenizer_worker_num": 2}, {"enable_http2": True}], ids=str
 )
