@@ -115,4 +115,4 @@ def test_streamed_calls(server: Client, path: str) -> None:
     assert events(server, path, body, IN_BLOCKS) == expected
     assert one_by_one - begun > 3 * (steps() - one_by_one)
     joined = "".join(expected)
-    assert all(f"\"{name}\"" in joined for name, _ in CALLS)
+    assert all(f'"{name}"' in joined for name, _ in CALLS)
