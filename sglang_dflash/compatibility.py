@@ -136,6 +136,7 @@ def check_flags(server_args: ServerArgs) -> None:
             raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
     _check_adapters(server_args)
     _check_keys(server_args)
+    _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
@@ -152,6 +153,21 @@ def _check_keys(server_args: ServerArgs) -> None:
             f"{' and '.join(given)} would not be checked with {elsewhere}: SGLang then serves HTTP "
             "from other processes, which know no keys.",
             f"Leave {elsewhere} out, or check keys in front of the server.",
+        )
+
+
+def _check_detokenizers(server_args: ServerArgs) -> None:
+    """SGLang divides answers among detokenizers by the tokenizer worker that a request names.
+
+    Without a tokenizer, SGLang starts no detokenizers.
+    """
+    many = server_args.detokenizer_worker_num > 1 and not server_args.skip_tokenizer_init
+    if many and server_args.tokenizer_worker_num == 1:
+        raise Refusal(
+            f"--detokenizer-worker-num {server_args.detokenizer_worker_num} ends the server at its "
+            "first request: SGLang chooses a detokenizer by the tokenizer worker of the request, "
+            "and a request of a single one names none.",
+            "Leave it out, or add --tokenizer-worker-num 2 or more.",
         )
 
 
