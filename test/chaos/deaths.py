@@ -78,10 +78,13 @@ def killed_scheduler_of_workers() -> None:
     _killed("scheduler", "--enable-http2")
 
 
-def killed_scheduler_with_a_dump() -> None:
-    """--crash-dump-folder gets the requests that ran, and the end comes as soon as without it."""
+def killed_detokenizer_with_a_dump() -> None:
+    """--crash-dump-folder gets the requests that ran, and the end comes as soon as without it.
+
+    SGLang waits for core dumps if a scheduler lives.
+    """
     with TemporaryDirectory() as folder:
-        _killed("scheduler", "--crash-dump-folder", folder)
+        _killed("detokenizer", "--crash-dump-folder", folder)
         [dump] = Path(folder).glob("*/crash_dump_*.pkl")
         requests_of = pickle.loads(dump.read_bytes())["requests"]
     assert len(requests_of) > 0
@@ -154,7 +157,7 @@ DEATHS = (
     killed_scheduler,
     killed_detokenizer,
     killed_scheduler_of_workers,
-    killed_scheduler_with_a_dump,
+    killed_detokenizer_with_a_dump,
     vanished_draft,
     full_disk,
     port_in_use,
