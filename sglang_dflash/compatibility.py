@@ -91,6 +91,12 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "Leave it out.",
     ),
     ("enable_mixed_chunk", (False,), ONE_STEP, "Leave it out."),
+    (
+        "enable_prefill_delayer",
+        (False,),
+        "SGLang's delayer needs the overlap scheduler, and a block's commit is waited for",
+        "Leave it out.",
+    ),
     ("linear_attn_decode_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_prefill_backend", (None, "triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
     ("linear_attn_backend", ("triton", "cutedsl"), FLASHINFER_GDN, "Give triton."),
@@ -114,11 +120,43 @@ REFUSED_FLAGS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "Leave it out.",
     ),
     (
+        "debug_tensor_dump_output_folder",
+        (None,),
+        "SGLang cannot write the lists of hidden states that the draft reads",
+        "Leave it out.",
+    ),
+    (
+        "is_embedding",
+        (False,),
+        "such a server writes no text, so nothing is drafted",
+        "Leave --speculative-algorithm out.",
+    ),
+    (
         "dllm_algorithm",
         (None,),
         "it is for targets that write blocks by diffusion themselves",
         "Leave it out.",
     ),
+)
+
+# The same for a CPU: SGLang would end with a traceback, most while it loads the target.
+REFUSED_ON_A_CPU: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
+    (
+        "enable_torch_compile",
+        (False,),
+        "SGLang compiles there for servers without speculation only",
+        "Leave it out.",
+    ),
+    ("kv_canary", ("none",), "SGLang's canary needs CUDA", "Leave it out."),
+    ("rl_on_policy_target", (None,), "SGLang computes its RoPE on CUDA", "Leave it out."),
+    (
+        "enable_forward_pass_metrics",
+        (False,),
+        "SGLang times each forward with events of CUDA",
+        "Leave it out.",
+    ),
+    ("enable_symm_mem", (False,), "it is memory of CUDA", "Leave it out."),
+    ("torchao_config", ("",), "quantised weights are not served there", "Leave it out."),
 )
 
 
@@ -130,18 +168,27 @@ def check_flags(server_args: ServerArgs) -> None:
             "own, and this release cannot verify with them.",
             WITHOUT_DFLASH,
         )
-    for name, served, reason, fix in REFUSED_FLAGS:
-        value = getattr(server_args, name)
-        if value not in served:
-            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-            raise Refusal(f"DFLASH does not work with {given}: {reason}.", fix)
+    _check_values(server_args, REFUSED_FLAGS, "")
+    if server_args.device == "cpu":
+        _check_values(server_args, REFUSED_ON_A_CPU, f" {platform_of(server_args).place}")
     _check_adapters(server_args)
     _check_keys(server_args)
     _check_strict_thinking(server_args)
+    _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
         raise Refusal(
             "DFLASH drafts have no experts.", "Leave --speculative-moe-runner-backend out."
         )
+
+
+def _check_values(
+    server_args: ServerArgs, refused: tuple[tuple[str, tuple[Any, ...], str, str], ...], where: str
+) -> None:
+    for name, served, reason, fix in refused:
+        value = getattr(server_args, name)
+        if value not in served:
+            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise Refusal(f"DFLASH does not work with {given}{where}: {reason}.", fix)
 
 
 def _check_keys(server_args: ServerArgs) -> None:
@@ -167,6 +214,21 @@ def _check_strict_thinking(server_args: ServerArgs) -> None:
             f"--enable-strict-thinking does not work with --grammar-backend {backend}: only the "
             "masks of xgrammar can filter the tokens of a thought.",
             "Give --grammar-backend xgrammar.",
+        )
+
+
+def _check_detokenizers(server_args: ServerArgs) -> None:
+    """SGLang divides answers among detokenizers by the tokenizer worker that a request names.
+
+    Without a tokenizer, SGLang starts no detokenizers.
+    """
+    many = server_args.detokenizer_worker_num > 1 and not server_args.skip_tokenizer_init
+    if many and server_args.tokenizer_worker_num == 1:
+        raise Refusal(
+            f"--detokenizer-worker-num {server_args.detokenizer_worker_num} ends the server at its "
+            "first request: SGLang chooses a detokenizer by the tokenizer worker of the request, "
+            "and a request of a single one names none.",
+            "Leave it out, or add --tokenizer-worker-num 2 or more.",
         )
 
 

@@ -76,4 +76,5 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     args.dtype = str(dtype).removeprefix("torch.")
     args.kv_cache_dtype = "auto"
     args.enable_lora, args.lora_paths = False, None
+    args.forward_hooks = None  # they name the target's modules
     return args

@@ -188,6 +188,25 @@ DFLASH_HOOKS = (
         "SGLang answers its own refusals with HTTP 500 here, too",
     ),
     Hook(
+        "entrypoints.ollama.serving.OllamaServing._stream_chat_response",
+        "AROUND",
+        "requests.streamed_text:of_ollama",
+        "SGLang drops the text of the last chunk, here up to a block",
+    ),
+    Hook(
+        "entrypoints.ollama.serving.OllamaServing._stream_generate_response",
+        "AROUND",
+        "requests.streamed_text:of_ollama",
+        "SGLang drops the text of the last chunk here, too",
+    ),
+    Hook(
+        "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+        "._generate_completion_stream",
+        "AROUND",
+        "requests.streamed_text:of_completions",
+        "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
+    ),
+    Hook(
         "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
         "AROUND",
         "requests.other_apis:refuse_anthropic",

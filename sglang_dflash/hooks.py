@@ -196,9 +196,11 @@ def no_wait_for_core_dumps(manager: Any, *_: Any, **__: Any) -> None:
     """BEFORE `TokenizerManager.dump_requests_before_crash`: a server whose child died ends soon.
 
     SGLang waits a minute for core dumps of the GPU. CUDA writes them only if this variable is 1.
+    With --crash-dump-folder, SGLang has set it itself, on a CPU, too: nobody asked for it.
     """
     dumped = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
-    if is_dflash(manager.server_args) and not dumped:
+    asked = dumped and not manager.crash_dump_folder
+    if is_dflash(manager.server_args) and not asked:
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 

@@ -17,6 +17,10 @@ from sglang_dflash.platforms import Platform, platform_of
 
 VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
+VARIABLES = {  # of the flags below
+    "--speculative-dflash-verify-width": VERIFY_WIDTH,
+    "--speculative-dflash-draft-ahead": DRAFT_AHEAD,
+}
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,17 @@ class GivenFlag:
 given_flags: list[GivenFlag] = []
 
 
-class _ToEnvironment(argparse.Action):
-    """Set the environment variable that `const` names."""
+class _ToEnvironment(argparse._StoreAction):
+    """Set the environment variable of this flag.
+
+    SGLang's --config takes only flags whose action is one of argparse's own two.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        before = os.environ.get(self.const)
-        given_flags.append(GivenFlag(self.option_strings[0], self.const, before))
-        os.environ[self.const] = values
+        name = self.option_strings[0]
+        variable = VARIABLES[name]
+        given_flags.append(GivenFlag(name, variable, os.environ.get(variable)))
+        os.environ[variable] = values
 
 
 def _forget_given_flags() -> None:
@@ -56,7 +64,6 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-dflash-verify-width",
         action=_ToEnvironment,
-        const=VERIFY_WIDTH,
         metavar="{full,N,auto}",
         help="Number of positions of a DFLASH block that the target verifies. auto picks the width "
         "with the highest expected throughput. Default: auto on a CPU, full on CUDA "
@@ -65,7 +72,6 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-dflash-draft-ahead",
         action=_ToEnvironment,
-        const=DRAFT_AHEAD,
         metavar="{on,off}",
         help="Queue the draft of the next DFLASH block before the host handles results. "
         "Default: on with CUDA, off on a CPU.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from functools import lru_cache
@@ -30,6 +31,10 @@ ALL_REDUCE = (
 )
 PREFILL_GRAPHS = (
     "DFLASH turns piecewise CUDA graphs off, because SGLang stores no recurrent states in them."
+)
+OVERRIDES = (
+    "DFLASH: --json-model-override-args changes the target only. The draft keeps the RoPE of its "
+    "own config.json (%s), for as many positions as the target serves."
 )
 MAX_RUNNING_REQUESTS = 48  # default
 NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
@@ -174,6 +179,9 @@ def handle_dflash(server_args: ServerArgs) -> None:
     if has_adapters(server_args):
         [width] = chosen.verify_widths
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
+    if json.loads(server_args.json_model_override_args):
+        ropes = {f"theta {rope.theta:g}, scaling {rope.scaling}" for rope in draft.rope}
+        logger.info(OVERRIDES, "; ".join(sorted(ropes)))
     _bound_requests(server_args)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     if server_args.enable_flashinfer_allreduce_fusion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -77,6 +78,18 @@ def killed_scheduler_of_workers() -> None:
     _killed("scheduler", "--enable-http2")
 
 
+def killed_detokenizer_with_a_dump() -> None:
+    """--crash-dump-folder gets the requests that ran, and the end comes as soon as without it.
+
+    SGLang waits for core dumps if a scheduler lives.
+    """
+    with TemporaryDirectory() as folder:
+        _killed("detokenizer", "--crash-dump-folder", folder)
+        [dump] = Path(folder).glob("*/crash_dump_*.pkl")
+        requests_of = pickle.loads(dump.read_bytes())["requests"]
+    assert len(requests_of) > 0
+
+
 def vanished_draft() -> None:
     """A draft that is deleted while it is served changes nothing.
 
@@ -144,6 +157,7 @@ DEATHS = (
     killed_scheduler,
     killed_detokenizer,
     killed_scheduler_of_workers,
+    killed_detokenizer_with_a_dump,
     vanished_draft,
     full_disk,
     port_in_use,

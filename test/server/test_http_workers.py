@@ -16,7 +16,12 @@ from test.server.test_api import scraped, total
 from test.servers import Client, chat, running
 
 PROMPTS = [chat(example.prompt) for example in held_out("word", 6, seed=51)]
-WAYS = {"HTTP/1.1": ("--tokenizer-worker-num", "2"), "HTTP/2": ("--enable-http2",)}
+WORKERS = ("--tokenizer-worker-num", "2")
+WAYS = {
+    "HTTP/1.1": WORKERS,
+    "HTTP/2": ("--enable-http2",),
+    "two detokenizers": (*WORKERS, "--detokenizer-worker-num", "2"),
+}
 TRIES = 6  # both workers get some
 
 pytestmark = pytest.mark.ci
@@ -60,6 +65,20 @@ def test_equals_the_target(server: Client, reference: Client, http: httpx.Client
     assert settled(server) - before == steps
     info = http.get("/server_info").json()
     assert info["sglang_dflash"]["verify_width"] == "auto"
+
+
+def test_many_at_once(server: Client, reference: Client) -> None:
+    """SGLang divides a batch's answers among processes by each field's own rule."""
+    asked = {"return_logprob": True, "top_logprobs_num": 2, "max_new_tokens": 40}
+    answers = server.generate_many(PROMPTS * 2, **asked)
+    for prompt, answer in zip(PROMPTS * 2, answers, strict=True):
+        alone = reference.generate(prompt, **asked)
+        assert answer["output_ids"] == alone["output_ids"]
+        assert answer["text"] == alone["text"]
+        meta = answer["meta_info"]
+        chosen = [token for _, token, _ in meta["output_token_logprobs"]]
+        assert chosen == answer["output_ids"]
+        assert sum(meta["spec_accepted_per_position"]) == meta["spec_num_correct_drafts"]
 
 
 def test_every_process_checks(http: httpx.Client) -> None:

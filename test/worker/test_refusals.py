@@ -99,6 +99,14 @@ def test_keys_that_nobody_would_check(
     assert arguments(target, draft, **{key: "secret"})
 
 
+def test_detokenizers_of_one_tokenizer_worker(target: str, draft: str) -> None:
+    """SGLang's router of detokenizers asserts that a request names its tokenizer worker."""
+    with pytest.raises(Refusal, match="--detokenizer-worker-num 2 ends the server"):
+        arguments(target, draft, detokenizer_worker_num=2)
+    assert arguments(target, draft, detokenizer_worker_num=2, tokenizer_worker_num=2)
+    assert arguments(target, draft, detokenizer_worker_num=2, skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize("window", [0, -5])
 def test_a_window_of_nothing(target: str, draft: str, window: int) -> None:
     """SGLang's own check ends in a traceback."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sglang_dflash.model import rope
 from sglang_dflash.model.rope import rotary_embeddings
 from sglang_dflash.tiny import TARGET
 from test import inprocess  # loads the plugin
+from test.arguments import arguments
 from test.checkpoints import BLOCK, draft_config, write_draft
 from test.inprocess import InProcess
 
@@ -86,3 +89,21 @@ def test_tables_reach_the_served_length(
         length = engine.worker.model_config.context_len + 2 * BLOCK
         for layer in engine.worker.draft_model_runner.model.layers:
             assert len(layer.self_attn.rotary_emb.cos_sin_cache) >= length
+
+
+def test_a_target_with_yarn(target: str, draft: str, caplog: pytest.LogCaptureFixture) -> None:
+    """--json-model-override-args lengthens the target's context, and the draft's tables with it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    longer = {"rope_scaling": yarn, "max_position_embeddings": 2048}
+    override: dict[str, Any] = {"json_model_override_args": json.dumps(longer)}
+    prompt = [3 + i % 150 for i in range(600)]  # beyond the 512 positions of both configs
+    with caplog.at_level("INFO", "sglang_dflash.server_args"):
+        arguments(target, draft, **override)
+    assert "The draft keeps the RoPE of its own config.json (theta 10000" in caplog.text
+    with InProcess(target, **override) as engine:
+        expected = engine.generate(prompt, max_new_tokens=24)
+    with InProcess(target, draft, **override) as engine:
+        assert engine.worker.model_config.context_len == 2048
+        for layer in engine.worker.draft_model_runner.model.layers:
+            assert len(layer.self_attn.rotary_emb.cos_sin_cache) >= 2048 + 2 * BLOCK
+        assert engine.generate(prompt, max_new_tokens=24) == expected
