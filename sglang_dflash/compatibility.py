@@ -173,6 +173,7 @@ def check_flags(server_args: ServerArgs) -> None:
         _check_values(server_args, REFUSED_ON_A_CPU, f" {platform_of(server_args).place}")
     _check_adapters(server_args)
     _check_keys(server_args)
+    _check_ports(server_args)
     _check_strict_thinking(server_args)
     _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
@@ -201,6 +202,16 @@ def _check_keys(server_args: ServerArgs) -> None:
             f"{' and '.join(given)} would not be checked with {elsewhere}: SGLang then serves HTTP "
             "from other processes, which know no keys.",
             f"Leave {elsewhere} out, or check keys in front of the server.",
+        )
+
+
+def _check_ports(server_args: ServerArgs) -> None:
+    """SGLang binds the port once for each replica."""
+    if server_args.dp_size > 1 and server_args.nccl_port is not None:
+        raise Refusal(
+            f"--nccl-port {server_args.nccl_port} is one port, and each of --dp-size "
+            f"{server_args.dp_size} replicas needs its own.",
+            "Leave --nccl-port out.",
         )
 
 

@@ -99,7 +99,8 @@ class Server:
         self._waiting = waiting
         # SGLang would choose the NCCL port itself, and bind it many seconds later.
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
-        listen += ["--nccl-port", str(free_port())]
+        if "--dp-size" not in arguments:  # each replica needs one of its own
+            listen += ["--nccl-port", str(free_port())]
         with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             self._process = subprocess.Popen(

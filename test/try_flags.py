@@ -118,6 +118,36 @@ TRIED: dict[str, tuple[str, ...]] = {
     "two ranks": ("--tp", "2", "--dist-timeout", "300"),
     "replicas": ("--dp-size", "2", "--load-balance-method", "total_requests"),
     "hooks": ("--forward-hooks", "[]"),
+    "other models": (
+        *("--fp8-gemm-backend", "triton", "--fp4-gemm-backend", "cutlass"),
+        *("--eplb-algorithm", "deepseek", "--eplb-rebalance-num-iterations", "9"),
+        *("--eplb-rebalance-layers-per-chunk", "2", "--ep-num-redundant-experts", "2"),
+        *(
+            "--eplb-min-rebalancing-utilization-threshold",
+            "0.5",
+            "--ep-dispatch-algorithm",
+            "static",
+        ),
+        *("--expert-distribution-recorder-buffer-size", "5", "--mamba-backend", "flashinfer"),
+        *("--kt-method", "AMXINT8", "--enable-single-batch-overlap"),
+        *("--enforce-shared-experts-fusion", "--enable-fused-moe-sum-all-reduce"),
+        *("--enable-broadcast-mm-inputs-process", "--mm-enable-dp-encoder"),
+        *("--rl-quant-profile", "x", "--trace-modules", "request"),
+    ),
+    "other devices": (
+        *("--enable-nccl-nvls", "--enable-mscclpp", "--enable-torch-symm-mem"),
+        *("--enable-fused-qk-norm-rope", "--piecewise-cuda-graph-compiler", "inductor"),
+        *("--offload-num-in-group", "2", "--offload-prefetch-step", "2"),
+        *("--nnodes", "1", "--node-rank", "0"),
+    ),
+    "completion template": ("--completion-template", "deepseek_coder"),
+    "events": (
+        "--kv-events-config",
+        '{"publisher": "zmq", "topic": "kv", "endpoint": "tcp://127.0.0.1:*"}',
+    ),
+    "offload": ("--cpu-offload-gb", "1"),
+    "numa": ("--numa-node", "0"),
+    "trace": ("--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9"),
 }
 
 
