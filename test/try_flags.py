@@ -128,7 +128,7 @@ TRIED: dict[str, tuple[str, ...]] = {
             "--ep-dispatch-algorithm",
             "static",
         ),
-        *("--expert-distribution-recorder-buffer-size", "5", "--mamba-backend", "flashinfer"),
+        *("--expert-distribution-recorder-buffer-size", "5"),
         *("--kt-method", "AMXINT8", "--enable-single-batch-overlap"),
         *("--enforce-shared-experts-fusion", "--enable-fused-moe-sum-all-reduce"),
         *("--enable-broadcast-mm-inputs-process", "--mm-enable-dp-encoder"),
@@ -138,16 +138,12 @@ TRIED: dict[str, tuple[str, ...]] = {
         *("--enable-nccl-nvls", "--enable-mscclpp", "--enable-torch-symm-mem"),
         *("--enable-fused-qk-norm-rope", "--piecewise-cuda-graph-compiler", "inductor"),
         *("--offload-num-in-group", "2", "--offload-prefetch-step", "2"),
-        *("--nnodes", "1", "--node-rank", "0"),
     ),
-    "completion template": ("--completion-template", "deepseek_coder"),
     "events": (
         "--kv-events-config",
         '{"publisher": "zmq", "topic": "kv", "endpoint": "tcp://127.0.0.1:*"}',
     ),
     "offload": ("--cpu-offload-gb", "1"),
-    "numa": ("--numa-node", "0"),
-    "trace": ("--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9"),
 }
 
 
