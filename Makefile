@@ -23,7 +23,7 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
 PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 15
-test: $(READY)  ## 10 to 30 minutes on 2 cores
+test: $(READY)  ## the larger set of CI took 23 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full and not ci" $(PARALLEL)
 
 test-ci: $(READY)  ## the CI set: also the controls and the rarer combinations
