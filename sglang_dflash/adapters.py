@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 
 CHUNK = 16  # tokens of a segment in csgmv, at least
 
@@ -26,8 +25,6 @@ def has_adapters(server_args: Any) -> bool:
 
 def check_adapters(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs.check_lora_server_args`, which refuses adapters with DFLASH."""
-    if not is_dflash(server_args):
-        return original(server_args)
     with temporarily(server_args, speculative_algorithm=None):
         return original(server_args)
 
@@ -37,7 +34,7 @@ def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> Non
 
     They take a verify for a prefill, and a prefill's lengths are None in its batch.
     """
-    if batch.forward_mode.is_target_verify() and batch.spec_algorithm.is_dflash():
+    if batch.forward_mode.is_target_verify():
         requests, width = batch.batch_size, batch.spec_info.draft_token_num
         batch = copy.copy(batch)
         batch.extend_num_tokens = requests * width
@@ -55,7 +52,7 @@ def all_segments(_: None, backend: Any, *, forward_batch: Any, **__: Any) -> Non
     Unused ones are empty here.
     """
     info = backend.batch_info
-    if not (info.use_cuda_graph and forward_batch.spec_algorithm.is_dflash()):
+    if not info.use_cuda_graph:
         return
     info.seg_indptr[info.num_segments + 1 :].fill_(len(forward_batch.input_ids))
     info.weight_indices[info.num_segments :].zero_()

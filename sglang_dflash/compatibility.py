@@ -182,6 +182,14 @@ def check_flags(server_args: ServerArgs) -> None:
         )
 
 
+def check_running(_: Any, request: Any) -> None:
+    """BEFORE `TokenizerControlMixin.set_internal_state`: as when the server starts."""
+    for flag, served, why, fix in REFUSED_FLAGS:
+        value = request.server_args.get(flag, served[0])
+        if value not in served:
+            raise Refusal(f"server_args.{flag} is {value}, but {why}.", fix)
+
+
 def _check_values(
     server_args: ServerArgs, refused: tuple[tuple[str, tuple[Any, ...], str, str], ...], where: str
 ) -> None:

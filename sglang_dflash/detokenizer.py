@@ -13,8 +13,6 @@ from typing import Any
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process
 
-from sglang_dflash.algorithm import is_dflash
-
 
 def launch(
     original: Callable[..., Any],
@@ -25,7 +23,7 @@ def launch(
 ) -> Any:
     """AROUND `Engine._launch_detokenizer_subprocesses`, whose processes load no plugins."""
     run = run_detokenizer_process_func
-    if is_dflash(server_args) and run is run_detokenizer_process:
+    if run is run_detokenizer_process:
         run = run_detokenizer
     return original(engine, server_args, port_args, run_detokenizer_process_func=run)
 

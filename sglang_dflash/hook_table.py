@@ -2,39 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from typing import Any, NamedTuple
-
-
-class Hook(NamedTuple):
-    target: str  # dotted name in sglang.srt
-    kind: str  # HookType member
-    function: str  # module:name in this package, imported at first use
-    why: str
-
-
-def register(hooks: tuple[Hook, ...]) -> None:
-    """Register hooks with SGLang, which applies them when all plugins are loaded."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in hooks:
-        target = f"sglang.srt.{hook.target}"
-        HookRegistry.register(target, _lazy(hook.function), HookType[hook.kind])
-
-
-def _lazy(function: str) -> Callable[..., Any]:
-    """Import the hook's function at its first call: SGLang's modules load in their own order."""
-    place, name = function.split(":")
-    module = cache(lambda: import_module(f"sglang_dflash.{place}"))
-
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        return getattr(module(), name)(*args, **kwargs)
-
-    hook.__qualname__ = function
-    return hook
-
+from sglang_dflash.seam.flags import process_serves_dflash
+from sglang_dflash.seam.hook import Hook, always
 
 DFLASH_HOOKS = (
     Hook(
@@ -42,18 +11,21 @@ DFLASH_HOOKS = (
         "AROUND",
         "hooks:get_generation_config",
         "SGLang opens a draft's generation_config.json, whatever it is, and uses nothing of it",
+        always,
     ),
     Hook(
         "server_args.ServerArgs.add_cli_args",
         "AFTER",
         "options:add_cli_args",
         "options that SGLang does not have",
+        always,
     ),
     Hook(
         "server_args.ServerArgs.__post_init__",
         "BEFORE",
         "server_args:adopt_speculators",
         "a speculators checkpoint given as --model-path names its target inside",
+        always,
     ),
     Hook(
         "server_args.ServerArgs._handle_model_specific_adjustments",
@@ -86,58 +58,32 @@ DFLASH_HOOKS = (
         "SGLang refuses LoRA adapters with DFLASH",
     ),
     Hook(
-        "lora.lora_manager.LoRAManager.load_lora_weights",
-        "AFTER",
-        "adapter_weights:check_weights",
-        "an adapter whose weights do not fit crashes SGLang's scheduler at its first request",
-    ),
-    Hook(
-        "lora.lora_manager.LoRAManager.load_lora_weights_from_tensors",
-        "AFTER",
-        "adapter_weights:check_weights",
-        "so does one that a request brings",
-    ),
-    Hook(
-        "managers.tp_worker.BaseTpWorker.load_lora_adapter",
-        "AROUND",
-        "adapter_weights:load_on_all_ranks",
-        "if one rank cannot load an adapter, the others serve it",
-    ),
-    Hook(
-        "managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors",
-        "AROUND",
-        "adapter_weights:load_on_all_ranks",
-        "tensors that cannot be read crash SGLang's scheduler, also on one rank of several",
-    ),
-    Hook(
-        "lora.lora_manager.LoRAManager.init_memory_pool",
-        "AFTER",
-        "adapter_weights:check_all_weights",
-        "the adapters that a server starts with are loaded before their buffers exist",
-    ),
-    Hook(
         "arg_groups.speculative_hook._handle_dflash",
         "REPLACE",
         "server_args:handle_dflash",
         "the built-in warns and falls back, where this plugin refuses",
+        always,
     ),
     Hook(
         "speculative.dflash_utils.validate_dflash_request",
         "REPLACE",
         "hooks:validate_request",
         "the built-in refuses logprobs and grammars",
+        always,
     ),
     Hook(
         "speculative.dflash_utils.parse_dflash_draft_config",
         "REPLACE",
         "hooks:parse_draft_config",
         "the whole process uses one reading of the checkpoint",
+        always,
     ),
     Hook(
         "utils.hf_transformers.config.get_config",
         "AROUND",
         "hooks:get_config",
         "SGLang builds the draft runner from a Transformers config",
+        always,
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture",
@@ -150,113 +96,20 @@ DFLASH_HOOKS = (
         "AROUND",
         "hooks:append_final_state",
         "the last layer's state is known only there",
+        always,
     ),
     Hook(
         "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         "AROUND",
         "hooks:logits_of_a_verify",
         "SGLang copies every verify's logits to float32; greedy batches need only the argmax",
+        always,
     ),
     Hook(
-        "utils.set_uvicorn_logging_configs",
+        "managers.tokenizer_control_mixin.TokenizerControlMixin.set_internal_state",
         "BEFORE",
-        "requests.http_door:install",
-        "handlers answer wrong bodies with HTTP 500; this is the last call before HTTP is served",
-    ),
-    Hook(
-        "utils.common._get_fastapi_request_path",
-        "AROUND",
-        "requests.http_door:path_of",
-        "with metrics, SGLang answers `/v1/loads` with HTTP 500",
-    ),
-    Hook(
-        "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
-        "BEFORE",
-        "requests.http_workers:replace_application",
-        "processes that serve HTTP beside the main one load no plugins",
-    ),
-    Hook(
-        "entrypoints.ollama.serving.OllamaServing.handle_chat",
-        "AROUND",
-        "requests.other_apis:refuse_ollama",
-        "SGLang answers its own refusals with HTTP 500 here",
-    ),
-    Hook(
-        "entrypoints.ollama.serving.OllamaServing.handle_generate",
-        "AROUND",
-        "requests.other_apis:refuse_ollama",
-        "SGLang answers its own refusals with HTTP 500 here, too",
-    ),
-    Hook(
-        "entrypoints.ollama.serving.OllamaServing._stream_chat_response",
-        "AROUND",
-        "requests.streamed_text:of_ollama",
-        "SGLang drops the text of the last chunk, here up to a block",
-    ),
-    Hook(
-        "entrypoints.ollama.serving.OllamaServing._stream_generate_response",
-        "AROUND",
-        "requests.streamed_text:of_ollama",
-        "SGLang drops the text of the last chunk here, too",
-    ),
-    Hook(
-        "entrypoints.openai.serving_completions.OpenAIServingCompletion"
-        "._generate_completion_stream",
-        "AROUND",
-        "requests.streamed_text:of_completions",
-        "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
-    ),
-    Hook(
-        "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
-        "AROUND",
-        "requests.other_apis:refuse_anthropic",
-        "SGLang answers a client's error with HTTP 500, or breaks a stream off",
-    ),
-    Hook(
-        "entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
-        "AROUND",
-        "requests.other_apis:refuse_anthropic",
-        "SGLang answers a client's error with HTTP 500 here, too",
-    ),
-    Hook(
-        "entrypoints.openai.serving_responses.OpenAIServingResponses.responses_stream_generator",
-        "AROUND",
-        "requests.other_apis:end_with_an_error",
-        "SGLang breaks the stream off",
-    ),
-    Hook(
-        "managers.communicator.FanOutCommunicator.__call__",
-        "AROUND",
-        "requests.control:check_control",
-        "some requests that steer a server crash SGLang's scheduler",
-    ),
-    Hook(
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".release_memory_occupation",
-        "AROUND",
-        "requests.control:release_memory",
-        "SGLang's scheduler asserts that no request runs",
-    ),
-    Hook(
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".resume_memory_occupation",
-        "AROUND",
-        "requests.control:resume_memory",
-        "memory that was not released crashes SGLang's scheduler",
-    ),
-    Hook(
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_tensor",
-        "AROUND",
-        "requests.control:update_from_tensor",
-        "tensors that SGLang cannot read crash its scheduler",
-    ),
-    Hook(
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_distributed",
-        "AROUND",
-        "requests.control:update_from_group",
-        "SGLang's scheduler asserts that the group exists",
+        "compatibility:check_running",
+        "a running server can be given settings that are refused when it starts",
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -264,78 +117,6 @@ DFLASH_HOOKS = (
         "BEFORE",
         "hooks:before_new_weights",
         "SGLang captures graphs anew with the attention backend of the last verify width",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",
-        "BEFORE",
-        "hooks:no_wait_for_core_dumps",
-        "SGLang waits a minute for core dumps that CUDA does not write",
-    ),
-    Hook(
-        "managers.utils.is_health_check_generate_req",
-        "AROUND",
-        "requests.control:is_health_check",
-        "an id that is a list crashes SGLang's scheduler",
-    ),
-    Hook(
-        "session.session_controller.Session.create_req",
-        "BEFORE",
-        "requests.sessions:begin_anew",
-        "a request that replaces a session's history crashes SGLang's scheduler",
-    ),
-    Hook(
-        "session.session_controller.SessionReqNode.clear",
-        "AROUND",
-        "requests.sessions:clear",
-        "an id that a session has twice crashes SGLang's scheduler",
-    ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
-        "AROUND",
-        "requests.control:send_weights",
-        "a missing group crashes SGLang's scheduler",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
-        "BEFORE",
-        "requests.control:check_weights",
-        "an unknown format crashes SGLang's scheduler",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "BEFORE",
-        "requests.generation:check_request",
-        "values of a wrong type are passed on, and crash SGLang's scheduler",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "AROUND",
-        "requests.ended_early:forget_unsent",
-        "SGLang keeps what it knows of a request that it refuses later",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
-        "AROUND",
-        "requests.media:refuse_wrong_media",
-        "SGLang answers a picture that cannot be read with HTTP 500",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
-        "BEFORE",
-        "requests.ended_early:add_prefixes",
-        "with n > 1, SGLang unloads an adapter too early, or waits for ever to unload it",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager._handle_abort_req",
-        "BEFORE",
-        "requests.ended_early:release_aborted",
-        "SGLang waits for ever to unload an adapter whose request was aborted in the queue",
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
-        "AROUND",
-        "requests.ended_early:release_once",
-        "with the hook before, or if the request ran, SGLang gives a use of an adapter back twice",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
@@ -397,12 +178,14 @@ DFLASH_HOOKS = (
         "AROUND",
         "hooks:token_ids_logprobs",
         "a batch that mixes token_ids_logprob with other logprobs crashes SGLang's scheduler",
+        process_serves_dflash,
     ),
     Hook(
         "managers.scheduler.get_exception_traceback",
         "AROUND",
         "hooks:text_of_an_exception",
         "some refusals depend on the loaded target; SGLang logs them as tracebacks",
+        always,
     ),
     Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
@@ -463,12 +246,14 @@ DFLASH_HOOKS = (
         "REPLACE",
         "hooks:cell_size_is_counted",
         "the built-in guesses the draft's KV from the target's",
+        always,
     ),
     Hook(
         "speculative.dflash_utils.resolve_dflash_verify_mask_policy",
         "REPLACE",
         "hooks:no_mask",
         "a chain needs no mask; the built-in builds one per request",
+        always,
     ),
 )
 
@@ -496,6 +281,7 @@ CUDA_HOOKS = (
         "AROUND",
         "attention.fa3:leave_to_the_graph",
         "SGLang makes seven launches before each replay; one inside the graph is enough",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.flashattention_backend"
@@ -503,12 +289,14 @@ CUDA_HOOKS = (
         "AFTER",
         "attention.fa3:begin_forward",
         "makes that launch, and clears the schedules that `attention.fa3:scheduled` shares",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.hybrid_attn_backend.HybridAttnBackend.init_forward_metadata_in_graph",
         "AFTER",
         "attention.fa3:begin_in_either",
         "a target with two backends calls this method on neither of them",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.hybrid_linear_attn_backend"
@@ -516,29 +304,34 @@ CUDA_HOOKS = (
         "AFTER",
         "attention.hybrid:begin_in_full_attention",
         "a target with linear attention calls this method on neither of its backends",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
         "AROUND",
         "attention.hybrid:count_padding",
         "SGLang takes each request with one token of context for a padded row",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
         "AROUND",
         "attention.hybrid:verify_block",
         "SGLang's verify needs room for a recurrent state per position",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",
         "AROUND",
         "attention.fa3:scheduled",
         "every layer of a verify schedules the same lengths again",
+        process_serves_dflash,
     ),
     Hook(
         "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
         "AFTER",
         "attention.flashinfer:plan_by_the_host",
         "a plan fetches lengths from the device, although the host knows them",
+        process_serves_dflash,
     ),
 )

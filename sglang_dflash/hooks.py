@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
 from sglang_dflash import server_args as rules
-from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import Refusal
@@ -164,9 +162,8 @@ def token_ids_logprobs(
     For them, SGLang itself returns a list where it expects a tensor, or raises. So a batch that
     mixes such requests crashes its scheduler.
     """
-    if serves_dflash():
-        token_ids_logprobs_list = [ids or [] for ids in token_ids_logprobs_list]
-    return original(logprobs, token_ids_logprobs_list, *args, **kwargs)
+    named = [ids or [] for ids in token_ids_logprobs_list]
+    return original(logprobs, named, *args, **kwargs)
 
 
 def text_of_an_exception(original: Callable[[], str]) -> str:
@@ -180,28 +177,13 @@ def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = No
 
     SGLang counts a whole block per request, although a request keeps its slots between steps.
     """
-    if not batch.spec_algorithm.is_dflash():
-        return int(original(batch, selected_indices))
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
     return int(batch.req_to_token_pool.dflash_slots.needed(reqs))
 
 
 def before_new_weights(updater: Any, request: Any) -> None:
     """BEFORE `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
-    if serves_dflash():
-        updater.draft_worker.before_new_weights()
-
-
-def no_wait_for_core_dumps(manager: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `TokenizerManager.dump_requests_before_crash`: a server whose child died ends soon.
-
-    SGLang waits a minute for core dumps of the GPU. CUDA writes them only if this variable is 1.
-    With --crash-dump-folder, SGLang has set it itself, on a CPU, too: nobody asked for it.
-    """
-    dumped = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
-    asked = dumped and not manager.crash_dump_folder
-    if is_dflash(manager.server_args) and not asked:
-        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+    updater.draft_worker.before_new_weights()
 
 
 def cell_size(result: int, configurator: Any, runner: Any, num_layers: int) -> int:
@@ -221,7 +203,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
     """Bytes of draft KV that a token takes on each rank. It has the model's dtype, whatever the
     target's KV has.
     """
-    if not runner.spec_algorithm.is_dflash() or runner.is_draft_worker:
+    if runner.is_draft_worker:
         return 0
     draft = rules.draft_config(runner.server_args)
     heads: int = max(1, draft.num_kv_heads // runner.tp_size)
@@ -234,7 +216,7 @@ def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     FA3's page tables are as wide as the context length, and have no pages for positions behind it.
     The attention of a hybrid target is inside its backend.
     """
-    if runner.spec_algorithm.is_dflash() and platform_of(runner.server_args).bounded_tables:
+    if platform_of(runner.server_args).bounded_tables:
         attention = getattr(backend, "full_attn_backend", backend)
         attention.max_context_len += runner.server_args.speculative_num_draft_tokens
 

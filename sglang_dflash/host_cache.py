@@ -11,7 +11,6 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import BUILT_IN, Refusal
 from sglang_dflash.hybrid_targets import keeps_gdn_states
@@ -33,8 +32,6 @@ def copy_directly(server_args: ServerArgs) -> None:
     FlashAttention 3 decoding beside SGLang's copy kernels reads illegal addresses (SGLang #8991).
     SGLang therefore decodes with another backend. With DFLASH, decoding is draft and verify.
     """
-    if not is_dflash(server_args):
-        return
     backends = {
         server_args.attention_backend,
         server_args.prefill_attention_backend,
@@ -124,7 +121,7 @@ def draft_kv_pool(
 
     SGLang takes the worker's `model_runner`, and that is the target's.
     """
-    if draft_worker is None or not spec_algorithm.is_dflash():
+    if draft_worker is None:
         return original(
             draft_worker=draft_worker, spec_algorithm=spec_algorithm, server_args=server_args
         )
@@ -139,7 +136,7 @@ def log_host_memory(
 
     SGLang's flags size the target's pool. The draft's has as many slots.
     """
-    if not (enable_hierarchical_cache and spec_algorithm.is_dflash()):
+    if not enable_hierarchical_cache:
         return
     controller = tree_cache.cache_controller
     assert controller.has_draft, "SGLang did not register the draft's KV pool"
@@ -153,8 +150,6 @@ def log_host_memory(
 
 def refuse_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND `Scheduler.attach_hicache_storage_wrapped`: refuse storage for a running server."""
-    if not scheduler.spec_algorithm.is_dflash():
-        return original(scheduler, recv_req)
     return AttachHiCacheStorageReqOutput(
         success=False, message=f"DFLASH does not work with a storage backend. {STORAGE}"
     )

@@ -14,12 +14,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.checkpoint.fit import OTHER_STATES
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.platforms import platform_of
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,6 @@ def check_states(server_args: ServerArgs) -> None:
     SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
     the only linear attention that is replayed after a verify.
     """
-    if not is_dflash(server_args):
-        return
     model_config = server_args.get_model_config()
     _check_strategy(server_args, keeps_gdn_states(model_config))
     if keeps_gdn_states(model_config):
@@ -126,7 +123,7 @@ def share_states(original: Callable[..., None], server_args: ServerArgs, **given
     state of all accepted tokens when a request ends inside them. Here the slot has the state of the
     committed tokens.
     """
-    if not is_dflash(server_args) or server_args.enable_mamba_extra_buffer():
+    if server_args.enable_mamba_extra_buffer():
         return original(server_args, **given)
     with temporarily(server_args, speculative_algorithm=None):
         return original(server_args, **given)
@@ -140,8 +137,6 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
     requests into memory only if the radix cache is on. Without it, the states of all requests are
     allocated.
     """
-    if not runner.spec_algorithm.is_dflash():
-        return original(runner, total_rest_memory)
     args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
     state, width = params.mamba_cache_per_req, args.speculative_num_draft_tokens
     inputs, others = bytes_of_inputs(params, width), runner._calculate_mamba_ratio() - 1
@@ -174,7 +169,7 @@ def remember_inputs(
 ) -> None:
     """AROUND `MambaPool.__init__`: what a block reads is kept, instead of a state per position."""
     positions = speculative_num_draft_tokens
-    if positions is None or not serves_dflash():
+    if positions is None:
         original(pool, speculative_num_draft_tokens=positions, **given)
         return
     original(pool, **given)
@@ -192,5 +187,5 @@ def forget_old_match(cache: Any, params: Any, value: Any, last_node: Any, *_: An
     A request copies the state that it matched at its prefill. While it waits, that state can be
     evicted. SGLang still copies what is in its place then.
     """
-    if serves_dflash() and params.cow_mamba and last_node.mamba_value is None:
+    if params.cow_mamba and last_node.mamba_value is None:
         params.req.mamba_cow_src_index, params.req.mamba_needs_clear = None, True

@@ -8,12 +8,14 @@ everything below is in place. Nothing that can fail comes before it.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.hook_table import CUDA_HOOKS, DFLASH_HOOKS, register
+from sglang_dflash.hook_table import CUDA_HOOKS, DFLASH_HOOKS
+from sglang_dflash.seam.flags import is_dflash
+from sglang_dflash.seam.hook import missing, register
+from sglang_dflash.seam.http import HTTP_HOOKS, prepare
+from sglang_dflash.watch.page import add_page
 
 SGLANG_VERSION = "0.5.13.post1"
 CPU_PLUGIN = "dflash_cpu"
@@ -23,22 +25,21 @@ def dflash() -> None:
     """Take over `--speculative-algorithm DFLASH`."""
     _guard_dflash()
     _print_refusals_plainly()
-    register(DFLASH_HOOKS)
+    register(DFLASH_HOOKS, "sglang_dflash")
+    prepare(is_dflash, add_page)
     if _has_cuda():
-        register(CUDA_HOOKS)  # their targets load only on CUDA
+        register(CUDA_HOOKS, "sglang_dflash")  # their targets load only on CUDA
 
 
 def missing_parts() -> list[str]:
     """Reasons why a DFLASH server must not start; empty if everything is in place."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     try:
         installed = version("sglang")
     except PackageNotFoundError:
         installed = "of unknown version"
     if installed != SGLANG_VERSION:
         return [f"SGLang is {installed}, this release serves {SGLANG_VERSION}"]
-    wanted = [hook.target for hook in DFLASH_HOOKS]
+    wanted = [hook.target for hook in (*DFLASH_HOOKS, *HTTP_HOOKS)]
     if _has_cuda():
         wanted += [hook.target for hook in CUDA_HOOKS]
     elif not _has_accelerator():
@@ -46,23 +47,7 @@ def missing_parts() -> list[str]:
         if not of_cpu:
             return [f"the plugin {CPU_PLUGIN} is not loaded"]
         wanted += of_cpu
-    patched = {name.removeprefix("sglang.srt.") for name in HookRegistry._patched}
-    missing = [_why_missing(target) for target in wanted if target not in patched]
-    return list(dict.fromkeys(missing))
-
-
-def _why_missing(target: str) -> str:
-    """Name the target, or its module if this cannot be imported: SGLang does not log that."""
-    module = "sglang.srt"
-    for part in target.split("."):
-        module += f".{part}"
-        try:
-            import_module(module)
-        except Exception as error:  # noqa: BLE001, a broken installation raises anything
-            if isinstance(error, ModuleNotFoundError) and error.name == module:
-                break  # a class or a function
-            return f"{module} cannot be imported ({error})"
-    return f"no hook on {target}"
+    return list(dict.fromkeys(missing(wanted).values()))
 
 
 def _targets_of(plugin: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_dflash.runtime.metrics import AcceptanceHistogram
 from sglang_dflash.runtime.step_log import WATCHED
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 from sglang_dflash.watch.shown_steps import ShownSteps
 
 
@@ -68,7 +68,7 @@ def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> 
     """
     scheduler = reporter.scheduler
     is_due = reporter.forward_ct_decode % scheduler.server_args.decode_log_interval == 0
-    if not (is_due and scheduler.spec_algorithm.is_dflash()):
+    if not is_due:
         original(reporter, *args, **kwargs)
         return
     logged = copy.copy(scheduler.server_args)
@@ -79,13 +79,11 @@ def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> 
 
 def count_steps(_: None, reporter: Any) -> None:
     """AFTER `SchedulerMetricsReporter.__post_init__`: Prometheus gets the counts of the worker."""
-    is_dflash = reporter.scheduler.spec_algorithm.is_dflash()
-    if is_dflash and reporter.current_scheduler_metrics_enabled:
+    if reporter.current_scheduler_metrics_enabled:
         reporter.scheduler.draft_worker.count_steps(reporter.metrics_collector.labels)
 
 
 def describe(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """AFTER `Scheduler.get_init_info`: `/server_info` says what serves, and how."""
-    if scheduler.spec_algorithm.is_dflash():
-        result["sglang_dflash"] = scheduler.draft_worker.description()
+    result["sglang_dflash"] = scheduler.draft_worker.description()
     return result

@@ -13,7 +13,6 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import compatibility, options
 from sglang_dflash.adapters import has_adapters
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint import hub, read_draft, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.detect import format_of
@@ -22,6 +21,7 @@ from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import BUILT_IN, Refusal
 from sglang_dflash.options import Options
 from sglang_dflash.platforms import platform_of
+from sglang_dflash.seam.flags import is_dflash
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,6 @@ from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_O
 from sglang.srt.utils.patch_tokenizer import decode_without_hf_kwargs
 from sglang.utils import find_printable_text
 
-from sglang_dflash.algorithm import is_dflash
-
 OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
@@ -50,8 +48,7 @@ async def chunks_of_a_stream(
     SGLang drops them with reasoning, with chunks of a tool parser, and where the new tokens add no
     text, as where a stop string is cut off.
     """
-    dflash = is_dflash(serving.tokenizer_manager.server_args)
-    unsent = dflash and choice_logprobs is not None
+    unsent = choice_logprobs is not None
     async for chunk in original(serving, choice_logprobs=choice_logprobs, **chat):
         unsent = unsent and not _has_logprobs(chunk)
         yield chunk
@@ -94,13 +91,10 @@ async def harmony_stream(
 
 
 def _cut_at_tokens(serving: Any) -> Any:
-    """A copy of an endpoint whose streams are cut, or the endpoint itself without DFLASH."""
-    manager = serving.tokenizer_manager
-    if not is_dflash(manager.server_args):
-        return serving
-    serving = copy(serving)
-    serving.tokenizer_manager = OneTokenChunks(manager)
-    return serving
+    """A copy of an endpoint whose streams are cut."""
+    ours = copy(serving)
+    ours.tokenizer_manager = OneTokenChunks(serving.tokenizer_manager)
+    return ours
 
 
 class OneTokenChunks:

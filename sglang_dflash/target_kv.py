@@ -11,7 +11,6 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.errors import Refusal
 from sglang_dflash.platforms import platform_of, verify_backend
@@ -22,8 +21,6 @@ def refuse_fp4_kv(server_args: ServerArgs) -> None:
 
     SGLang itself fails in an assertion there, whatever the algorithm.
     """
-    if not is_dflash(server_args):
-        return
     if server_args.kv_cache_dtype == "fp4_e2m1":
         raise Refusal(
             "DFLASH does not work with --kv-cache-dtype fp4_e2m1: SGLang's kernels for it have not "

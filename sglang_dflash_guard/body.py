@@ -15,9 +15,8 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal, shown
-from sglang_dflash.requests.annotations import (
+from sglang_dflash_guard.annotations import (
     INT32,
     REGEX,
     TAG,
@@ -95,8 +94,6 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
 
     Values that pydantic converts are written back, so `"max_new_tokens": 64.0` becomes 64.
     """
-    if not is_dflash(manager.server_args):
-        return
     if isinstance(obj, EmbeddingReqInput):
         raise Refusal(
             "This model does not appear to be an embedding model.",

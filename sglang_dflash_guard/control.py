@@ -36,13 +36,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_dflash.algorithm import is_dflash, serves_dflash
-from sglang_dflash.compatibility import REFUSED_FLAGS
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal, shown
-from sglang_dflash.platforms import platform_of
-from sglang_dflash.requests.annotations import INT32, Rule, number
+from sglang_dflash_guard.annotations import INT32, Rule, number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
+ACTIVITIES = "CPU", "GPU", "MEM", "CUDA_PROFILER"  # of a profile; a CPU has the first two
 WRITABLE_FOLDER = "Name a folder that the server can write."
 STATE = {  # fields that SGLang lets a client set, with the annotation of each
     "pp_max_micro_batch_size": INT32,
@@ -53,8 +51,6 @@ STATE = {  # fields that SGLang lets a client set, with the annotation of each
 
 async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
-    if not serves_dflash():
-        return await original(communicator, obj)
     check = CONTROL_CHECKS.get(type(obj))
     if check is not None:
         check(obj)
@@ -72,14 +68,12 @@ def is_health_check(original: Any, request: Any) -> bool:
 
     SGLang asks this about every message, and takes the id of any message for text.
     """
-    if not serves_dflash():
-        return bool(original(request))
     return isinstance(getattr(request, "rid", None), str) and bool(original(request))
 
 
 def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupationReqInput) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
-    if updater.is_fully_idle() or not _dflash(updater):
+    if updater.is_fully_idle():
         return original(updater, request)
     return _refused(
         ReleaseMemoryOccupationReqOutput(),
@@ -91,7 +85,7 @@ def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupation
 def resume_memory(original: Any, updater: Any, request: ResumeMemoryOccupationReqInput) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: a KeyError there."""
     wanted = set(request.tags or GPU_MEMORY_ALL_TYPES)
-    if wanted <= updater.offload_tags or not _dflash(updater):
+    if wanted <= updater.offload_tags:
         return original(updater, request)
     missing = ", ".join(sorted(wanted - updater.offload_tags))
     return _refused(
@@ -108,8 +102,6 @@ def update_from_tensor(
 
     SGLang catches the errors of weights that come from a group of processes, and not of these.
     """
-    if not _dflash(updater):
-        return original(updater, request)
     try:
         return original(updater, request)
     except WRONG_WEIGHTS as error:
@@ -123,7 +115,7 @@ def update_from_group(
 ) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.update_weights_from_distributed`: asserted there."""
     groups = updater.tp_worker.model_runner._model_update_group
-    if request.group_name in groups or not _dflash(updater):
+    if request.group_name in groups:
         return original(updater, request)
     why = f"There is no group {shown(request.group_name)}. Call /init_weights_update_group first."
     return UpdateWeightsFromDistributedReqOutput(False, why)
@@ -133,7 +125,7 @@ def send_weights(original: Any, runner: Any, address: str, ports: str, group: st
     """AROUND `ModelRunner.send_weights_to_remote_instance`: a missing group is a KeyError there."""
     port = ports.split(",")[runner.tp_rank]
     name = f"{group}_{port}_{runner.tp_rank}"
-    if name in runner._weights_send_group or not runner.spec_algorithm.is_dflash():
+    if name in runner._weights_send_group:
         return original(runner, address, ports, group)
     why = f"There is no group {shown(name)}."
     return False, f"{why} Call /init_weights_send_group_for_remote_instance first."
@@ -143,12 +135,8 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
     """BEFORE `TokenizerManager.update_weights_from_disk`: its message takes a way of its own."""
     known = [form.value for form in LoadFormat]
     given = obj.load_format
-    if is_dflash(manager.server_args) and given is not None and given not in known:
+    if given is not None and given not in known:
         raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
-
-
-def _dflash(updater: Any) -> bool:
-    return bool(updater.tp_worker.model_runner.spec_algorithm.is_dflash())
 
 
 def _refused(output: Any, what: str, fix: str) -> Any:
@@ -177,7 +165,7 @@ def _profile(obj: ProfileReq) -> None:
     """A scheduler writes the trace long after it has answered."""
     if obj.type is not ProfileReqType.START_PROFILE:
         return
-    served = platform_of(get_global_server_args()).profiler_activities
+    served = ACTIVITIES[: 2 if get_global_server_args().device == "cpu" else None]
     for activity in obj.activities or ():
         if activity not in served:
             raise Refusal(
@@ -214,9 +202,6 @@ def _state(obj: SetInternalStateReq) -> None:
             )
         value = Rule.of(STATE[name]).parse(value, f"server_args.{name}")
         obj.server_args[name] = value
-        for flag, served, why, fix in REFUSED_FLAGS:
-            if flag == name and value not in served:  # as when the server starts
-                raise Refusal(f"server_args.{name} is {value}, but {why}.", fix)
 
 
 def _sleep(obj: SlowDownReqInput) -> None:

@@ -10,12 +10,11 @@ use is given back once.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from copy import copy
 from typing import Any
-
-from sglang_dflash.algorithm import is_dflash
 
 
 async def forget_unsent(
@@ -28,8 +27,7 @@ async def forget_unsent(
             async for answer in answers:
                 yield answer
     finally:
-        if is_dflash(manager.server_args):
-            await _forget(manager, obj)
+        await _forget(manager, obj)
 
 
 def add_prefixes(manager: Any, obj: Any) -> None:
@@ -38,7 +36,7 @@ def add_prefixes(manager: Any, obj: Any) -> None:
     For `n` answers to a prompt, SGLang sends a request for the prompt alone before them. It gives
     back a use when this one ends, and has counted none. So the list gets an entry for it.
     """
-    if is_dflash(manager.server_args) and obj.parallel_sample_num > 1:
+    if obj.parallel_sample_num > 1:
         obj.lora_path = obj.lora_path + obj.lora_path[: obj.batch_size]
 
 
@@ -48,7 +46,7 @@ def release_aborted(manager: Any, aborted: Any) -> None:
     The scheduler aborts a request like this that waits in its queue.
     """
     state = manager.rid_to_state.get(aborted.rid)
-    if state is not None and state.obj.lora_id and is_dflash(manager.server_args):
+    if state is not None and state.obj.lora_id:
         task = asyncio.create_task(manager.lora_registry.release(state.obj.lora_id))
         manager.asyncio_tasks.add(task)  # so that it is not collected
         task.add_done_callback(manager.asyncio_tasks.discard)
@@ -56,11 +54,23 @@ def release_aborted(manager: Any, aborted: Any) -> None:
 
 async def release_once(original: Any, manager: Any, out: Any, state: Any, stream: bool) -> Any:
     """AROUND `TokenizerManager._handle_abort_finish_reason`, which releases an adapter again."""
-    if state.obj.lora_path and is_dflash(manager.server_args):
+    if state.obj.lora_path:
         state = copy(state)
         state.obj = copy(state.obj)
         state.obj.lora_path = None
     return await original(manager, out, state, stream)
+
+
+def no_wait_for_core_dumps(manager: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `TokenizerManager.dump_requests_before_crash`: a server whose child died ends soon.
+
+    SGLang waits a minute for core dumps of the GPU. CUDA writes them only if this variable is 1.
+    With --crash-dump-folder, SGLang has set it itself, on a CPU, too: nobody asked for it.
+    """
+    dumped = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
+    asked = dumped and not manager.crash_dump_folder
+    if not asked:
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 async def _forget(manager: Any, obj: Any) -> None:

@@ -14,9 +14,8 @@ import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.lora.utils import get_target_module_name
 
-from sglang_dflash.algorithm import serves_dflash
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 
 BUFFERS = (
     *("A_buffer", "B_buffer", "embedding_A_buffer", "embedding_B_buffer"),
@@ -30,8 +29,6 @@ def load_on_all_ranks(original: Any, worker: Any, request: Any) -> Any:
 
     SGLang answers what rank 0 says. Here all ranks load an adapter, or none.
     """
-    if not serves_dflash():
-        return original(worker, request)
     manager, group = worker.model_runner.lora_manager, get_tp_group()
     try:
         result = original(worker, request)
@@ -53,7 +50,7 @@ def check_weights(_: None, manager: Any, ref: Any, *__: Any) -> None:
 
     SGLang answers with the message of the `Refusal`.
     """
-    if hasattr(manager, "memory_pool") and serves_dflash():  # else `check_all_weights` follows
+    if hasattr(manager, "memory_pool"):  # else `check_all_weights` follows
         with ExitStack() as failed:
             failed.callback(manager.loras.pop, ref.lora_id)
             _check(manager, ref.lora_id, ref.lora_name)
@@ -62,9 +59,8 @@ def check_weights(_: None, manager: Any, ref: Any, *__: Any) -> None:
 
 def check_all_weights(_: None, manager: Any) -> None:
     """AFTER `LoRAManager.init_memory_pool`: check the adapters that a server starts with."""
-    if serves_dflash():
-        for adapter, ref in manager.lora_refs.items():
-            _check(manager, adapter, ref.lora_name)
+    for adapter, ref in manager.lora_refs.items():
+        _check(manager, adapter, ref.lora_name)
 
 
 def _check(manager: Any, adapter: str, name: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
         raise
     except Exception as error:
         of_media = obj.contains_mm_input() and not _of_the_server(error)
-        if not of_media or not is_dflash(manager.server_args):
+        if not of_media:
             raise
         logger.warning("The media of the request %s cannot be read.", obj.rid, exc_info=True)
         why = str(error) or type(error).__name__

@@ -1,51 +1,26 @@
-"""HTTP bodies of a DFLASH server: those that no handler can answer are refused before it runs."""
+"""HTTP bodies: those that no handler can answer are refused before it runs."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import socket
 from typing import Any
 
-from fastapi import HTTPException
 from sglang.srt.entrypoints.http_server import app
 from sglang.srt.entrypoints.v1_loads import router as loads
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_dflash.algorithm import is_dflash, serves_dflash
 from sglang_dflash.errors import Refusal, shown
-from sglang_dflash.requests.endpoints import Query, check_of
-from sglang_dflash.watch.page import WITHOUT, page
+from sglang_dflash.seam.http import bad_request
+from sglang_dflash_guard.endpoints import Query, check_of
 
-PAGE = "/dflash"
 DEEPEST = 256  # nested lists and objects of a body
 NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
 # Escaped halves of surrogate pairs without the other half, and text that looks like one.
 HALF = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
 )
-
-
-def install(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `set_uvicorn_logging_configs`: check bodies before SGLang's handlers.
-
-    A hook on a function of `http_server` would import that module in every scheduler.
-    """
-    if not is_dflash(server_args):
-        return
-    refuse_taken_port(server_args.host, server_args.port)
-    install_checks()
-
-
-def install_checks() -> None:
-    """Add the checks and the page to the application of this process."""
-    app.add_middleware(BodyChecks)
-    app.add_exception_handler(Refusal, bad_request)  # some handlers do not expect any error
-    app.add_api_route(PAGE, show_page, include_in_schema=False)
 
 
 def path_of(original: Any, request: Any) -> tuple[str, bool]:
@@ -56,41 +31,8 @@ def path_of(original: Any, request: Any) -> tuple[str, bool]:
     try:
         path, served = original(request)
     except AttributeError:
-        if not serves_dflash():
-            raise
         path, served = request.url.path, True
     return path, served
-
-
-def refuse_taken_port(host: str, port: int) -> None:
-    """Raise a `Refusal` if the port is in use: SGLang's warm-up would wait for minutes.
-
-    uvicorn reports any other error.
-    """
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    taken = f"Port {port} of {host} is in use."
-                    raise Refusal(taken, "Give another --port.") from None
-
-
-def show_page() -> Response:
-    """The page that shows blocks."""
-    return HTMLResponse(page(without=os.environ.get(WITHOUT)))
-
-
-async def bad_request(request: Request, refusal: Exception) -> Response:
-    """HTTP 400 as SGLang writes it at the endpoint of this request."""
-    written: Any = app.exception_handlers[HTTPException]
-    response: Response = await written(request, HTTPException(400, str(refusal)))
-    return response
 
 
 class BodyChecks:
@@ -113,7 +55,7 @@ class BodyChecks:
         try:
             self.check(scope["path"], body, request.query_params)
         except Refusal as refusal:
-            response = await bad_request(request, refusal)
+            response: ASGIApp = await bad_request(request, refusal)
             return await response(scope, receive, send)
         return await self.app(scope, _again(body, receive), send)
 

@@ -13,14 +13,11 @@ from typing import Any
 from openai.types.responses import ResponseErrorEvent
 from starlette.responses import Response, StreamingResponse
 
-from sglang_dflash.algorithm import is_dflash
 from sglang_dflash.errors import Refusal
 
 
 async def refuse_ollama(original: Any, serving: Any, *request: Any) -> Any:
     """AROUND `OllamaServing.handle_chat` and `.handle_generate`."""
-    if not is_dflash(serving.tokenizer_manager.server_args):
-        return await original(serving, *request)
     try:
         return await _begun(await original(serving, *request))
     except Refusal:
@@ -35,8 +32,6 @@ async def refuse_anthropic(original: Any, serving: Any, *request: Any) -> Any:
     They hide what the chat API says. So they get a copy of it that notes what is wrong.
     """
     chat = serving.openai_serving_chat
-    if not is_dflash(chat.tokenizer_manager.server_args):
-        return await original(serving, *request)
     wrong: list[str] = []
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,8 +77,6 @@ async def end_with_an_error(
             yield event
             sent += 1
     except ValueError as error:
-        if not is_dflash(serving.tokenizer_manager.server_args):
-            raise
         last = ResponseErrorEvent(
             type="error",
             code="invalid_request_error",

@@ -6,8 +6,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dflash.algorithm import serves_dflash
-
 
 def begin_anew(session: Any, req: Any, *_: Any, **__: Any) -> None:
     """BEFORE `Session.create_req`: forget the history if `replace` names no request.
@@ -15,15 +13,13 @@ def begin_anew(session: Any, req: Any, *_: Any, **__: Any) -> None:
     SGLang's own loop removes entries from the dictionary that it walks through.
     """
     asked = req.session_params
-    if serves_dflash() and asked.replace and asked.rid is None and not session.streaming:
+    if asked.replace and asked.rid is None and not session.streaming:
         for node in [node for node in session.req_nodes.values() if node.parent is None]:
             node.clear(session.req_nodes)
 
 
 def clear(original: Any, node: Any, nodes: dict[str, Any]) -> None:
     """AROUND `SessionReqNode.clear`: two requests of a session may have the same id."""
-    if not serves_dflash():
-        return original(node, nodes)  # type: ignore[no-any-return]
     for child in node.children:
         child.clear(nodes)
     if node.req.finished_reason is None:

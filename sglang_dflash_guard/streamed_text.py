@@ -13,22 +13,17 @@ from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_dflash.algorithm import is_dflash
-
 
 def of_completions(original: Any, serving: Any, *request: Any) -> Any:
     """AROUND `OpenAIServingCompletion._generate_completion_stream`."""
-    manager = serving.tokenizer_manager
-    if is_dflash(manager.server_args) and manager.server_args.incremental_streaming_output:
+    if serving.tokenizer_manager.server_args.incremental_streaming_output:
         serving = _reading(serving, _texts_so_far)
     return original(serving, *request)
 
 
 def of_ollama(original: Any, serving: Any, *request: Any) -> Any:
     """AROUND `OllamaServing._stream_chat_response` and `._stream_generate_response`."""
-    if is_dflash(serving.tokenizer_manager.server_args):
-        serving = _reading(serving, _text_before_the_end)
-    return original(serving, *request)
+    return original(_reading(serving, _text_before_the_end), *request)
 
 
 def _reading(serving: Any, stream: Any) -> Any:

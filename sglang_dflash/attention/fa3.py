@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.algorithm import serves_dflash
 from sglang_dflash.kernels.page_tables import fill_tables
 
 
@@ -52,9 +51,8 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
 
 def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`: call it on the chosen backend."""
-    if serves_dflash():
-        chosen = backend._select_backend(forward_batch.forward_mode)
-        chosen.init_forward_metadata_in_graph(forward_batch)
+    chosen = backend._select_backend(forward_batch.forward_mode)
+    chosen.init_forward_metadata_in_graph(forward_batch)
 
 
 def scheduled(original: Any, *args: Any, **given: Any) -> Any:
@@ -68,7 +66,7 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
     not causal. They see the whole block, so their windows are opened.
     """
     left, _ = given.get("window_size", (-1, -1))
-    if left >= 0 and not given.get("causal", False) and serves_dflash():
+    if left >= 0 and not given.get("causal", False):
         given["window_size"] = left, -1
     schedules = getattr(given.get("cache_seqlens"), "dflash_schedules", None)
     if schedules is None or "qv" in given or left >= 0:
@@ -103,4 +101,4 @@ def scheduled(original: Any, *args: Any, **given: Any) -> Any:
 
 def _serves_blocks(backend: Any) -> bool:
     """Whether a backend verifies chains of DFLASH over one KV pool."""
-    return serves_dflash() and backend.topk <= 1 and not backend.use_sliding_window_kv_pool
+    return backend.topk <= 1 and not backend.use_sliding_window_kv_pool

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.algorithm import serves_dflash
 from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
     """AFTER `FlashInferIndicesUpdaterPrefill.__init__`: blocks are planned by `Plans`."""
-    if serves_dflash():
-        updater.update = Plans(updater)
+    updater.update = Plans(updater)
 
 
 class Plans:

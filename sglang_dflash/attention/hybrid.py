@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.algorithm import serves_dflash
-
 
 def begin_in_full_attention(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridLinearAttnBackend.init_forward_metadata_in_graph`: call it on the attention."""
-    if serves_dflash():
-        backend.full_attn_backend.init_forward_metadata_in_graph(forward_batch)
+    backend.full_attn_backend.init_forward_metadata_in_graph(forward_batch)
 
 
 def count_padding(
@@ -31,7 +28,7 @@ def count_padding(
     request whose prompt has one token also has length 1. Then the last request would lose its
     state.
     """
-    if seq_lens_cpu is not None and forward_mode.is_target_verify() and serves_dflash():
+    if seq_lens_cpu is not None and forward_mode.is_target_verify():
         filler = backend.get_cuda_graph_seq_len_fill_value()
         seq_lens_cpu = torch.full((bs,), filler)
         seq_lens_cpu[: len(block.slots)] = filler + 1
@@ -54,7 +51,7 @@ def verify_block(
     state per position only if they are given room for it. Its convolution leaves the block's end in
     the window, which `replay_states` stores anew.
     """
-    if not (forward_batch.forward_mode.is_target_verify() and serves_dflash()):
+    if not forward_batch.forward_mode.is_target_verify():
         return original(backend, layer, forward_batch, mixed_qkv, a, b, **kwargs)
     from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_update
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sglang_dflash.hook_table import Hook, register
+from sglang_dflash.seam.hook import Hook, always, register
 
 CPU_HOOKS = (
     Hook(
@@ -123,4 +123,4 @@ def dflash_cpu() -> None:
 
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
     common.is_cpu.cache_clear()
-    register(CPU_HOOKS)
+    register((hook._replace(when=always) for hook in CPU_HOOKS), "sglang_dflash")

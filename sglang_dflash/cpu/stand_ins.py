@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sglang_dflash.algorithm import is_dflash
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.flags import is_dflash
+from sglang_dflash.seam.patched import temporarily
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.temporary import temporarily
+from sglang_dflash.seam.patched import temporarily
 
 
 class VerifyGraphs:

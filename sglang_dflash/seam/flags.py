@@ -1,8 +1,11 @@
-"""Whether DFLASH is the speculative algorithm of a server."""
+"""Whether DFLASH is the speculative algorithm of a server. Gates ask; hook functions do not."""
 
 from __future__ import annotations
 
 from typing import Any
+
+# Where SGLang's objects keep the object that knows the server arguments.
+OWNERS = ("server_args", "tokenizer_manager", "openai_serving_chat", "scheduler", "tp_worker")
 
 
 def is_dflash(server_args: Any) -> bool:
@@ -10,8 +13,34 @@ def is_dflash(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == "DFLASH"
 
 
-def serves_dflash() -> bool:
-    """Whether the server of this process serves DFLASH."""
+def serves_dflash(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call in SGLang belongs to a DFLASH server: the gate of most hooks.
+
+    One of its first two arguments leads to the server arguments, or `server_args` does, or
+    `spec_algorithm`. Otherwise the process decides.
+    """
+    for owner in (*args[:2], kwargs.get("server_args"), kwargs.get("spec_algorithm")):
+        known = _known_to(owner)
+        if known is not None:
+            return known
+    return process_serves_dflash()
+
+
+def process_serves_dflash(*_: Any, **__: Any) -> bool:
+    """Whether the server of this process serves DFLASH: the gate of hooks inside a forward."""
     from sglang.srt.server_args import get_global_server_args  # T modules need no SGLang
 
     return is_dflash(get_global_server_args())
+
+
+def _known_to(owner: Any) -> bool | None:
+    if hasattr(owner, "is_dflash"):  # SGLang's `SpeculativeAlgorithm`
+        return bool(owner.is_dflash())
+    if hasattr(owner, "speculative_algorithm"):
+        return is_dflash(owner)
+    if hasattr(owner, "spec_algorithm"):
+        return _known_to(owner.spec_algorithm)
+    for name in OWNERS:
+        if hasattr(owner, name):
+            return _known_to(getattr(owner, name))
+    return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sglang_dflash.errors import Refusal
 
+PAGE = "/dflash"  # path on the server
 # The base URL of a server of the same target without speculation, in a server's environment.
 WITHOUT = "DFLASH_WITHOUT"
 CONFIG = '<script type="application/json" id="config">{}</script>'
@@ -28,6 +30,16 @@ def page(server: str = "", without: str | None = None, api_key: str | None = Non
     config = json.dumps({"server": server, "without": without, "api_key": api_key})
     assert html.count(CONFIG) == 1
     return html.replace(CONFIG, CONFIG.replace("{}", config.replace("<", "\\u003c")))
+
+
+def add_page(app: Any) -> None:
+    """Serve the page at `PAGE`. app: SGLang's application."""
+    from starlette.responses import HTMLResponse
+
+    def show() -> Any:
+        return HTMLResponse(page(without=os.environ.get(WITHOUT)))
+
+    app.add_api_route(PAGE, show, include_in_schema=False, response_model=None)
 
 
 def serve(html: str, port: int, browse: bool) -> NoReturn:

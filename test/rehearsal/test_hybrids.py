@@ -131,7 +131,7 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
 
 MUTATIONS: list[Change] = [
     ("attention.hybrid:count_padding", "len(block.slots)", "0"),
-    ("attention.hybrid:begin_in_full_attention", "serves_dflash()", "False"),
+    ("attention.hybrid:begin_in_full_attention", "backend.full_", "False and backend.full_"),
     ("runtime.recurrent_states:RecurrentStates.commit", "(taken,", "([1] * len(taken),"),
     ("attention.hybrid:verify_block", "states.conv[0][slots]", "states.conv[0][slots] * 0"),
 ]

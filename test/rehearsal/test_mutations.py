@@ -86,7 +86,7 @@ def test_what_flashinfer_plans(
 def test_a_backend_that_is_not_told_that_a_graph_begins(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "attention.fa3:begin_in_either", "if serves_dflash():", "if False:")
+    mutate(monkeypatch, "attention.fa3:begin_in_either", "chosen.init_", "False and chosen.init_")
     asked = answer(small, {"one": Asked(prompt(957, 20), N)})
     with pytest.raises(WRONG):
         served(small, asked, "fa3", decode_attention_backend="triton")

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from sglang_dflash.launch import START_SECONDS
-from sglang_dflash.requests.http_door import PAGE
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.watch.page import PAGE
 from test.server.fuzzing import fuzz
 from test.server.test_api import scraped, total
 from test.servers import Client, chat, running

@@ -20,8 +20,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.launch import free_port
-from sglang_dflash.requests.http_door import PAGE
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.watch.page import PAGE
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat
 

@@ -210,14 +210,14 @@ def test_a_block_that_does_not_fit_the_window(target: str, tmp_path: Path) -> No
 def test_why_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that cannot be imported is named, with the reason, and once."""
     gone = [name for name in HookRegistry._patched if ".TokenizerManager." in name]
-    lora = "sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool"
+    logits = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
     assert len(gone) > 1
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {*gone, lora})
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {*gone, logits})
     module = "sglang.srt.managers.tokenizer_manager"
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "uvloop", None)  # so that it cannot be imported
     first, second = plugin.missing_parts()
-    assert first == "no hook on lora.lora_manager.LoRAManager.init_memory_pool"
+    assert first == "no hook on layers.logits_processor.LogitsProcessor.forward"
     assert re.fullmatch(rf"{re.escape(module)} cannot be imported \(import of uvloop .*\)", second)
 
 

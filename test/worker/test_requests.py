@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dflash.errors import Refusal
-from sglang_dflash.requests.generation import check_request
-from sglang_dflash.requests.http_door import DEEPEST, HALF, deeper, refuse_unwritable
+from sglang_dflash_guard.body import check_request
+from sglang_dflash_guard.middleware import DEEPEST, HALF, deeper, refuse_unwritable
 
 MANAGER = SimpleNamespace(
     server_args=SimpleNamespace(
@@ -71,11 +71,6 @@ def test_biases_stay_finite() -> None:
 def test_refused(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=field):
         read(**fields)
-
-
-def test_other_algorithms_are_left_alone() -> None:
-    alone = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=None))
-    check_request(alone, GenerateReqInput(lora_id=[]))
 
 
 def test_depth_counts_no_brackets_in_text() -> None:

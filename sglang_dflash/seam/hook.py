@@ -1,0 +1,78 @@
+"""A hook into SGLang: one row of a table, with one gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from sglang_dflash.seam.flags import serves_dflash
+
+Gate = Callable[..., bool]  # of the arguments of SGLang's function
+
+
+def always(*_: Any, **__: Any) -> bool:
+    """The gate of hooks that decide by themselves, or that no other algorithm reaches."""
+    return True
+
+
+class Hook(NamedTuple):
+    """A function of ours on a function of SGLang's. It is called only where its gate is open."""
+
+    target: str  # dotted name in sglang.srt
+    kind: str  # HookType member
+    function: str  # module:name in the package of its table, imported at first use
+    why: str  # the reason why it must exist
+    when: Gate = serves_dflash
+
+
+def register(hooks: Iterable[Hook], package: str) -> None:
+    """Register hooks with SGLang, which applies them when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        target = f"sglang.srt.{hook.target}"
+        HookRegistry.register(target, _gated(hook, package), HookType[hook.kind])
+
+
+def missing(targets: Iterable[str]) -> dict[str, str]:
+    """The targets on which SGLang has applied no hook, each with the reason."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    gone = [name for name in targets if f"sglang.srt.{name}" not in HookRegistry._patched]
+    return {name: _why_missing(name) for name in gone}
+
+
+def _why_missing(target: str) -> str:
+    """Name the target, or its module if this cannot be imported: SGLang does not log that."""
+    module = "sglang.srt"
+    for part in target.split("."):
+        module += f".{part}"
+        try:
+            import_module(module)
+        except Exception as error:  # noqa: BLE001, a broken installation raises anything
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                break  # a class or a function
+            return f"{module} cannot be imported ({error})"
+    return f"no hook on {target}"
+
+
+def _gated(hook: Hook, package: str) -> Callable[..., Any]:
+    """The function that SGLang calls. Ours is imported at its first call.
+
+    SGLang's modules load in their own order. A class that a function replaces is no class any more,
+    so targets are functions and methods.
+    """
+    place, name = hook.function.split(":")
+    module = cache(lambda: import_module(f"{package}.{place}"))
+    first = 1 if hook.kind in ("AROUND", "AFTER") else 0  # behind SGLang's function, or its result
+    assert hook.kind != "REPLACE" or hook.when is always, hook
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if hook.when(*args[first:], **kwargs):
+            return getattr(module(), name)(*args, **kwargs)
+        return args[0](*args[1:], **kwargs) if hook.kind == "AROUND" else None
+
+    call.__qualname__ = hook.function
+    return call
