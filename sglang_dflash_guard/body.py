@@ -1,80 +1,192 @@
-"""Requests for text: each field is what SGLang's own annotations say, or the request is refused.
+"""Requests for text: each field has the type that SGLang means, or the request is refused.
 
-SGLang checks these types for `/generate` alone, and nowhere those of the sampling parameters. Its
+SGLang checks types for `/generate` alone, and nowhere those of the sampling parameters. Its
 scheduler and its tokenizer crash at values of a wrong type, and at lists of a wrong length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field, InstanceOf
+from pydantic import Field, InstanceOf, PlainValidator
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.managers.io_struct import EmbeddingReqInput, validate_optional_list_i64_1d_2d
+from sglang.srt.managers.schedule_batch import Modality
 
 from sglang_dflash.errors import Refusal, shown
-from sglang_dflash_guard.annotations import (
-    INT32,
-    REGEX,
-    TAG,
-    UNIONS,
-    Record,
-    Rule,
+from sglang_dflash_guard.values import (
+    LIST,
+    NUMBER,
+    UNSET,
+    Biases,
+    Fields,
+    Flag,
+    Int32,
+    Labels,
+    Number,
+    Object,
+    Pattern,
+    Positive,
+    Tag,
+    Text,
+    Texts,
+    Token,
+    Whole,
+    Wholes,
     as_python,
-    checked,
-    number,
-    whole,
 )
 
 MOST_ANSWERS = 4096  # to one prompt: SGLang makes all requests of `n` at once
-STRONGEST_BIAS = 1e30  # decides as a larger one does, and stays finite when logits are scaled
-PROMPTS = ("text", "input_ids", "input_embeds")  # the first one that is given counts the requests
 
 
-def _bounded(bias: float) -> float:
-    if bias != bias:
-        raise ValueError("a bias is no NaN")
-    return max(-STRONGEST_BIAS, min(STRONGEST_BIAS, bias))
+class Prompts(Fields):
+    """One prompt, or a list of them. The first of these that is given counts the requests."""
+
+    text: Annotated[
+        Text | list[Text], LIST, Field(description="text or a list whose entries are each text")
+    ] = UNSET
+    input_ids: Annotated[
+        Any,
+        PlainValidator(validate_optional_list_i64_1d_2d),
+        Field(description="a list of tokens or a list whose entries are each a list of tokens"),
+    ] = UNSET
+    input_embeds: Annotated[
+        list[list[list[Number]]] | list[list[Number]],
+        LIST,
+        Field(description="a list of vectors or a list whose entries are each a list of vectors"),
+    ] = UNSET
 
 
-# SGLang reads text as a number here.
-TOKEN: Any = Annotated[int, Field(ge=-(2**63), lt=2**63, description="the number of a token")]
-BIAS: Any = Annotated[number(allow_inf_nan=True), AfterValidator(_bounded)]
-OVERRIDES: Any = InstanceOf[PositionalEmbeds]  # type: ignore[misc]
-# Types that differ from SGLang's annotations: it serves more than some, and others crash it.
-SAMPLING: dict[str, Any] = {
-    "n": whole(1, MOST_ANSWERS),
-    "top_k": INT32,
-    "min_new_tokens": INT32,
-    "stream_interval": whole(1, 2**31 - 1),
-    "stop_regex": REGEX | list[REGEX],
-    "structural_tag": TAG,
-    "logit_bias": dict[TOKEN, BIAS],
-    "stop_token_ids": list[TOKEN | None],  # SGLang leaves null out
+class Sampling(Fields):
+    """The sampling parameters of a request. null stands for a default."""
+
+    max_new_tokens: Whole = UNSET
+    stop: Annotated[
+        Text | Texts, Field(description="text or a list whose entries are each text")
+    ] = UNSET
+    stop_token_ids: Annotated[
+        list[Token | None],  # SGLang leaves null out
+        LIST,
+        Field(description="a list whose entries are each a whole number of 64 bits"),
+    ] = UNSET
+    stop_regex: Annotated[
+        Pattern | list[Pattern],
+        Field(
+            description="a regular expression or a list whose entries are each a regular expression"
+        ),
+    ] = UNSET
+    temperature: Number = UNSET
+    top_p: Number = UNSET
+    top_k: Int32 = UNSET
+    min_p: Number = UNSET
+    frequency_penalty: Number = UNSET
+    presence_penalty: Number = UNSET
+    repetition_penalty: Number = UNSET
+    min_new_tokens: Int32 = UNSET
+    n: Annotated[
+        int,
+        Field(ge=1, le=MOST_ANSWERS, description=f"a whole number from 1 to {MOST_ANSWERS}"),
+        NUMBER,
+    ] = UNSET
+    json_schema: Text = UNSET
+    regex: Text = UNSET
+    ebnf: Text = UNSET
+    structural_tag: Tag = UNSET
+    ignore_eos: Flag = UNSET
+    skip_special_tokens: Flag = UNSET
+    spaces_between_special_tokens: Flag = UNSET
+    no_stop_trim: Flag = UNSET
+    custom_params: Object = UNSET
+    stream_interval: Positive = UNSET
+    logit_bias: Biases = UNSET
+    sampling_seed: Whole = UNSET
+
+
+class Session(Fields):
+    """The place of a request in a session."""
+
+    id: Text = UNSET
+    rid: Text = UNSET
+    offset: Whole = UNSET
+    replace: Flag = UNSET
+    drop_previous_output: Flag = UNSET
+
+
+class Request(Fields):
+    """What one request says beside its prompt, its media and its sampling parameters."""
+
+    rid: Text = UNSET
+    return_logprob: Flag = UNSET
+    logprob_start_len: Whole = UNSET
+    top_logprobs_num: Whole = UNSET
+    token_ids_logprob: Wholes = UNSET
+    return_text_in_logprobs: Flag = UNSET
+    return_hidden_states: Flag = UNSET
+    return_routed_experts: Flag = UNSET
+    return_indexer_topk: Flag = UNSET
+    return_entropy: Flag = UNSET
+    return_prompt_token_ids: Flag = UNSET
+    return_bytes: Flag = UNSET
+    routed_experts_start_len: Whole = UNSET
+    stream: Flag = UNSET
+    background: Flag = UNSET
+    log_metrics: Flag = UNSET
+    no_logs: Flag = UNSET
+    priority: Whole = UNSET
+    lora_path: Text = UNSET
+    custom_logit_processor: Text = UNSET
+    require_reasoning: Flag = UNSET
+    extra_key: Text = UNSET
+    routing_key: Text = UNSET
+    conversation_id: Text = UNSET
+    custom_labels: Labels = UNSET
+    external_trace_header: Object = UNSET
+    received_time: Number = UNSET
+    positional_embed_overrides: Annotated[
+        InstanceOf[PositionalEmbeds],
+        Field(description="PositionalEmbeds"),
+    ] = UNSET
+    multi_item_delimiter_indices: Wholes = UNSET
+    # Media.
+    use_audio_in_video: Flag = UNSET
+    need_wait_for_mm_inputs: Flag = UNSET
+    num_items_assigned: Annotated[
+        dict[Modality, list[Whole]], Field(description="an object of lists")
+    ] = UNSET
+    mm_data_mooncake: Annotated[list[Any], Field(description="a list")] = UNSET
+    encoder_urls: Texts = UNSET
+    max_dynamic_patch: Whole = UNSET
+    min_dynamic_patch: Whole = UNSET
+    image_max_dynamic_patch: Whole = UNSET
+    video_max_dynamic_patch: Whole = UNSET
+    # Servers that share the work.
+    bootstrap_host: Text = UNSET
+    bootstrap_port: Whole = UNSET
+    bootstrap_room: Whole = UNSET
+    bootstrap_pair_key: Text = UNSET
+    decode_tp_size: Whole = UNSET
+    routed_dp_rank: Whole = UNSET
+    disagg_prefill_dp_rank: Whole = UNSET
+    data_parallel_rank: Whole = UNSET
+
+
+# Fields that may be a list with an entry for each prompt, and those whose entries may be null.
+NULLABLE = {
+    *("lora_path", "custom_logit_processor", "token_ids_logprob", "positional_embed_overrides"),
+    *("bootstrap_port", "decode_tp_size"),
 }
-REQUEST: dict[str, Any] = {
-    "token_ids_logprob": list[list[int] | None] | list[int],
-    "positional_embed_overrides": list[OVERRIDES | None] | OVERRIDES,
+FOR_EACH_PROMPT = NULLABLE | {
+    *("rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states"),
+    *("multi_item_delimiter_indices", "bootstrap_host", "bootstrap_room", "bootstrap_pair_key"),
 }
-# SGLang hands these to each request of a batch as they are, so a list is never right.
-SHARED = {"extra_key", "session_params"}
+LISTS = {"token_ids_logprob", "multi_item_delimiter_indices"}  # one value is a list itself
 # SGLang divides these among the requests of a batch without asking whether they are lists.
 DIVIDED = {"decode_tp_size", "multi_item_delimiter_indices"}
 # SGLang fills these itself. A client's value would reach for another client's answer or adapter.
 OWN = {"http_worker_ipc", "lora_id"}
 # Multimodal processors read these themselves. In a batch, each request takes its entry.
 MEDIA = {"image_data", "video_data", "audio_data", "modalities", "mm_hashes"}
-
-
-class Parts(NamedTuple):
-    """The rules of a field that may have one value for all requests or a list with one for each."""
-
-    alone: Rule | Record
-    entry: Rule | None  # None: the field has no such list
-    has_lists: bool  # the one value is a list itself
 
 
 class Size(NamedTuple):
@@ -106,9 +218,7 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
             )
     prompts = _read_prompts(obj)
     size = Size(prompts, _read_sampling(obj, prompts))
-    for name, parts in fields().items():
-        if getattr(obj, name) is not None:
-            _read_field(obj, name, parts, size)
+    _read_fields(obj, size)
     if isinstance(obj.rid, list) and len(set(obj.rid)) < len(obj.rid):
         raise Refusal(f"rid is {shown(obj.rid)}.", "Give each prompt an id of its own.")
     _check_media(obj, size)
@@ -120,17 +230,19 @@ def _read_prompts(obj: Any) -> int | None:
     if isinstance(obj.input_ids, Mapping):  # as Transformers' tokenizers return them
         obj.input_ids = obj.input_ids["input_ids"]
     sizes = {}
-    for name in PROMPTS:
+    for name in Prompts.model_fields:
         value = as_python(getattr(obj, name))
         if value is None:
             continue
-        value = prompt_rules()[name].parse(list(value) if isinstance(value, tuple) else value, name)
+        value = Prompts.read({name: list(value) if isinstance(value, tuple) else value})[name]
         if isinstance(value, list) and (not value or [] in value):
             raise Refusal(f"{name} is {shown(value)}.", "No list in it may be empty.")
         setattr(obj, name, value)
         sizes[name] = None if _is_one(name, value) else len(value)
     if not sizes:
-        raise Refusal("The request has no prompt.", f"Give one of {', '.join(PROMPTS)}.")
+        raise Refusal(
+            "The request has no prompt.", f"Give one of {', '.join(Prompts.model_fields)}."
+        )
     if len(set(sizes.values())) > 1:
         raise Refusal(f"{' and '.join(sizes)} hold unequally many prompts.", "Give one of them.")
     return next(iter(sizes.values()))
@@ -151,7 +263,7 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
         return 1
     if isinstance(given, list) and prompts is not None:
         _check_length(where, given, prompts)
-        read = [sampling().parse(one, f"{where}[{i}]") for i, one in enumerate(given)]
+        read = [_sampling(one, f"{where}[{i}]") for i, one in enumerate(given)]
         obj.sampling_params, answers = read, {int(one.get("n", 1)) for one in read}
         if len(answers) > 1:
             raise Refusal(
@@ -159,25 +271,48 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
                 "Give all prompts the same n: SGLang gives each equally many answers.",
             )
         return answers.pop()
-    obj.sampling_params = sampling().parse(given, where)
+    obj.sampling_params = _sampling(given, where)
     return int(obj.sampling_params.get("n", 1))
 
 
-def _read_field(obj: Any, name: str, parts: Parts, size: Size) -> None:
-    value = getattr(obj, name)
-    if isinstance(value, list) and size.batched and parts.entry and not _is_shared(value, parts):
-        _check_length(name, value, size.prompts or 1)
-        read: Any = [parts.entry.parse(one, f"{name}[{i}]") for i, one in enumerate(value)]
-    elif size.batched and name in DIVIDED:
-        raise Refusal(f"{name} is {shown(value)}.", "In a batch it must be a list of such values.")
-    else:
-        read = parts.alone.parse(value, name)
-    setattr(obj, name, read)
+def _sampling(given: Any, where: str) -> dict[str, Any]:
+    """The sampling parameters of one request. `n` has no default that null could stand for."""
+    read = Sampling.read_object(given, where)
+    if "n" in read and read["n"] is None:
+        raise Refusal(f"{where}.n is None.", "Give a whole number, or leave it out.")
+    return read
 
 
-def _is_shared(value: list[Any], parts: Parts) -> bool:
-    """Whether a list is the one value of a field whose values are lists, as SGLang decides."""
-    return parts.has_lists and not any(isinstance(entry, list) for entry in value)
+def _read_fields(obj: Any, size: Size) -> None:
+    """Read all other fields. A list may have an entry for each prompt."""
+    if obj.session_params is not None:
+        obj.session_params = Session.read_object(obj.session_params, "session_params")
+    for name in Request.model_fields:
+        value = getattr(obj, name)
+        if value is None:
+            continue
+        if size.batched and name in FOR_EACH_PROMPT and _is_divided(name, value):
+            _check_length(name, value, size.prompts or 1)
+            setattr(obj, name, [_entry(name, i, entry) for i, entry in enumerate(value)])
+        elif size.batched and name in DIVIDED:
+            fix = "In a batch it must be a list of such values."
+            raise Refusal(f"{name} is {shown(value)}.", fix)
+        else:
+            setattr(obj, name, Request.read({name: value})[name])
+
+
+def _is_divided(name: str, value: Any) -> bool:
+    """Whether a value is a list with an entry for each prompt, as SGLang decides."""
+    if not isinstance(value, list):
+        return False
+    return name not in LISTS or any(isinstance(entry, list) for entry in value)
+
+
+def _entry(name: str, i: int, value: Any) -> Any:
+    """The value of a field for one prompt."""
+    if value is None and name not in NULLABLE:
+        raise Refusal(f"{name}[{i}] is None.", f"It must be {Request.expected(name)}.")
+    return Request.read({name: value}, f"{{}}[{i}]")[name]
 
 
 def _check_length(name: str, value: list[Any], prompts: int) -> None:
@@ -250,64 +385,3 @@ def _check_width(name: str, width: int, hidden_size: int) -> None:
 def _each(value: Any) -> Iterator[Any]:
     """The values of a field that may have one for each request."""
     return (entry for entry in (value if isinstance(value, list) else [value]) if entry is not None)
-
-
-@cache
-def sampling() -> Record:
-    """The rules of the sampling parameters. SGLang takes null for the default of all but `n`."""
-    hints = get_type_hints(SamplingParams.__init__)
-    del hints["return"]
-    rules = {name: SAMPLING.get(name, hint) for name, hint in hints.items()}
-    return Record(
-        {
-            name: Rule.of(checked(rule if name == "n" else rule | None))
-            for name, rule in rules.items()
-        }
-    )
-
-
-@cache
-def prompt_rules() -> dict[str, Rule]:
-    """The rules of the fields that hold prompts."""
-    hints = get_type_hints(GenerateReqInput, include_extras=True)
-    return {name: Rule.of(checked(hints[name])) for name in PROMPTS}
-
-
-@cache
-def fields() -> dict[str, Parts]:
-    """The rules of all other fields but those of `MEDIA` and `OWN`."""
-    hints = get_type_hints(GenerateReqInput, include_extras=True)
-    elsewhere = {*PROMPTS, *MEDIA, *OWN, "sampling_params"}
-    return {
-        name: _parts(name, REQUEST.get(name, hint))
-        for name, hint in hints.items()
-        if name not in elsewhere
-    }
-
-
-def _parts(name: str, annotation: Any) -> Parts:
-    """The rules of a field, from "X" or from "X, or a list with an X for each request"."""
-    if name == "session_params":
-        return Parts(_session(), None, False)
-    members = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
-    lists = [member for member in members if _divides(member, members)]
-    alone = tuple(member for member in members if member not in lists)
-    return Parts(
-        alone=Rule.of(checked(Union[alone])),  # noqa: UP007
-        entry=Rule.of(checked(get_args(lists[0])[0])) if lists and name not in SHARED else None,
-        has_lists=any(get_origin(member) is list for member in alone),
-    )
-
-
-def _divides(member: Any, members: tuple[Any, ...]) -> bool:
-    """Whether this member of a union is a list of its other members."""
-    if get_origin(member) is not list or not get_args(member):
-        return False
-    (entry,) = get_args(member)
-    parts = get_args(entry) if get_origin(entry) in UNIONS else (entry,)
-    return all(part in (*members, type(None)) for part in parts)
-
-
-def _session() -> Record:
-    hints = get_type_hints(SessionParams)
-    return Record({name: Rule.of(checked(hint)) for name, hint in hints.items()})

@@ -37,16 +37,19 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal, shown
-from sglang_dflash_guard.annotations import INT32, Rule, number
+from sglang_dflash_guard.values import UNSET, Fields, Int32, Number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
 ACTIVITIES = "CPU", "GPU", "MEM", "CUDA_PROFILER"  # of a profile; a CPU has the first two
 WRITABLE_FOLDER = "Name a folder that the server can write."
-STATE = {  # fields that SGLang lets a client set, with the annotation of each
-    "pp_max_micro_batch_size": INT32,
-    "speculative_accept_threshold_single": number(),
-    "speculative_accept_threshold_acc": number(),
-}
+
+
+class State(Fields):
+    """What SGLang lets a client set while a server runs."""
+
+    pp_max_micro_batch_size: Int32 = UNSET
+    speculative_accept_threshold_single: Number = UNSET
+    speculative_accept_threshold_acc: Number = UNSET
 
 
 async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
@@ -196,12 +199,12 @@ def _make_folder(name: str) -> None:
 
 def _state(obj: SetInternalStateReq) -> None:
     for name, value in obj.server_args.items():
-        if name not in STATE:
-            raise Refusal(
-                f"server_args has {shown(name)}.", f"It must be one of {', '.join(STATE)}."
-            )
-        value = Rule.of(STATE[name]).parse(value, f"server_args.{name}")
-        obj.server_args[name] = value
+        if name not in State.model_fields:
+            settable = ", ".join(State.model_fields)
+            raise Refusal(f"server_args has {shown(name)}.", f"It must be one of {settable}.")
+        if value is None:
+            raise Refusal(f"server_args.{name} is None.", f"It must be {State.expected(name)}.")
+    obj.server_args = State.read(obj.server_args, "server_args.{}")
 
 
 def _sleep(obj: SlowDownReqInput) -> None:

@@ -240,4 +240,4 @@ ROWS = (
         "with the hook before, or if the request ran, SGLang gives a use of an adapter back twice",
     ),
 )
-HOOKS = [Hook(*row, when=guards) for row in ROWS]
+HOOKS = [Hook(*row, when=guards, optional=True) for row in ROWS]

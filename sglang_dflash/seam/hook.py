@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from sglang_dflash.seam.flags import serves_dflash
+
+logger = logging.getLogger(__name__)
 
 Gate = Callable[..., bool]  # of the arguments of SGLang's function
 
@@ -25,6 +28,7 @@ class Hook(NamedTuple):
     function: str  # module:name in the package of its table, imported at first use
     why: str  # the reason why it must exist
     when: Gate = serves_dflash
+    optional: bool = False  # SGLang's own function runs if ours cannot be imported
 
 
 def register(hooks: Iterable[Hook], package: str) -> None:
@@ -65,13 +69,23 @@ def _gated(hook: Hook, package: str) -> Callable[..., Any]:
     so targets are functions and methods.
     """
     place, name = hook.function.split(":")
-    module = cache(lambda: import_module(f"{package}.{place}"))
     first = 1 if hook.kind in ("AROUND", "AFTER") else 0  # behind SGLang's function, or its result
     assert hook.kind != "REPLACE" or hook.when is always, hook
 
+    @cache
+    def module() -> Any:
+        try:
+            return import_module(f"{package}.{place}")
+        except Exception as error:
+            if not hook.optional:
+                raise
+            logger.warning("%s.%s cannot be imported (%s). So %s.", package, place, error, hook.why)
+            return None
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        if hook.when(*args[first:], **kwargs):
-            return getattr(module(), name)(*args, **kwargs)
+        ours = module() if hook.when(*args[first:], **kwargs) else None
+        if ours is not None:
+            return getattr(ours, name)(*args, **kwargs)
         return args[0](*args[1:], **kwargs) if hook.kind == "AROUND" else None
 
     call.__qualname__ = hook.function

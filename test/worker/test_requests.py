@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import Refusal
+from sglang_dflash_guard import body
 from sglang_dflash_guard.body import check_request
 from sglang_dflash_guard.middleware import DEEPEST, HALF, deeper, refuse_unwritable
 
@@ -28,6 +31,15 @@ def read(**fields: Any) -> GenerateReqInput:
     request = GenerateReqInput(**fields)
     check_request(MANAGER, request)
     return request
+
+
+def test_every_field_has_a_type() -> None:
+    """SGLang's own fields, each once."""
+    theirs = set(get_type_hints(GenerateReqInput))
+    ours = [*body.Request.model_fields, *body.Prompts.model_fields, *body.MEDIA, *body.OWN]
+    assert sorted([*ours, "sampling_params", "session_params"]) == sorted(theirs)
+    assert set(body.Sampling.model_fields) == set(signature(SamplingParams).parameters)
+    assert set(body.Session.model_fields) == set(get_type_hints(SessionParams))
 
 
 def test_values_of_numpy_become_plain() -> None:
