@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,13 @@ REFUSED_ON_A_CPU: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ),
     ("enable_symm_mem", (False,), "it is memory of CUDA", "Leave it out."),
     ("torchao_config", ("",), "quantised weights are not served there", "Leave it out."),
+    ("enforce_piecewise_cuda_graph", (False,), "these are graphs of CUDA", "Leave it out."),
+    (
+        "offload_group_size",
+        (-1, 0),
+        "SGLang copies the weights in a stream of CUDA",
+        "Leave it out.",
+    ),
 )
 
 
@@ -174,6 +182,8 @@ def check_flags(server_args: ServerArgs) -> None:
     _check_adapters(server_args)
     _check_keys(server_args)
     _check_ports(server_args)
+    _check_certificate(server_args)
+    _check_sigquit_handler(server_args)
     _check_strict_thinking(server_args)
     _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
@@ -212,6 +222,44 @@ def _check_ports(server_args: ServerArgs) -> None:
             f"--nccl-port {server_args.nccl_port} is one port, and each of --dp-size "
             f"{server_args.dp_size} replicas needs its own.",
             "Leave --nccl-port out.",
+        )
+
+
+def _check_certificate(server_args: ServerArgs) -> None:
+    """SGLang reads these files when the target is loaded, which may take minutes.
+
+    Without a password OpenSSL would ask for it on the terminal. So it would at each refresh:
+    SGLang loads a changed key without its password.
+    """
+    certificate, password = server_args.ssl_certfile, server_args.ssl_keyfile_password
+    if certificate is None:
+        return
+    if server_args.enable_ssl_refresh and password is not None:
+        raise Refusal(
+            "--enable-ssl-refresh does not work with --ssl-keyfile-password: SGLang would load a "
+            "changed key without its password.",
+            "Leave one of them out.",
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, server_args.ssl_keyfile, password or "")
+        if server_args.ssl_ca_certs is not None:
+            context.load_verify_locations(server_args.ssl_ca_certs)
+    except OSError as error:
+        raise Refusal(
+            f"HTTPS cannot be served with --ssl-certfile {certificate} and --ssl-keyfile "
+            f"{server_args.ssl_keyfile}: {error}.",
+            "Give a certificate, its key, and --ssl-keyfile-password if the key has one.",
+        ) from None
+
+
+def _check_sigquit_handler(server_args: ServerArgs) -> None:
+    """A handler is a function, so only `sglang.Engine` can give one."""
+    if isinstance(server_args.custom_sigquit_handler, str):
+        raise Refusal(
+            f"--custom-sigquit-handler {server_args.custom_sigquit_handler} is text, and SGLang "
+            "needs a function.",
+            "Leave it out, or give a function to sglang.Engine.",
         )
 
 
@@ -324,6 +372,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     check_states_are_replayed(server_args, model_config)
     check_host_cache(server_args, model_config, draft)
     cls, name = _target_class(model_config)
+    _check_recorder(server_args, cls)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
             f"The target class {name} returns no hidden states (it has neither "
@@ -345,6 +394,18 @@ def _check_fit(server_args: ServerArgs, model_config: ModelConfig, draft: DFlash
         reasons, fixes = _joined(found)
         raise Refusal(
             f"The draft {draft.path} does not fit the target {target.path}: {reasons}", fixes
+        )
+
+
+def _check_recorder(server_args: ServerArgs, target: type) -> None:
+    """SGLang records experts of targets whose class names their number, or fails."""
+    mode = server_args.expert_distribution_recorder_mode
+    if mode is not None and not hasattr(target, "get_model_config_for_expert_location"):
+        raise Refusal(
+            f"--expert-distribution-recorder-mode {mode}, which --enable-expert-distribution-"
+            f"metrics sets, counts tokens of experts, and the target {server_args.model_path} has "
+            "none that SGLang can count.",
+            "Leave both flags out.",
         )
 
 

@@ -22,18 +22,19 @@ from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
-from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
+from test.servers import COMMON, DFLASH, REFERENCE, STRICT, Client, with_forks
 
 ENDS_IN = 10  # seconds
 
 
 @contextmanager
-def doomed(*flags: str) -> Iterator[Client]:
+def doomed(*flags: str, dflash: bool = True) -> Iterator[Client]:
     """A server that may end inside the block."""
     with TemporaryDirectory() as folder:
         environment = with_forks({**os.environ, **STRICT}, folder)
-        with Server([*COMMON, *DFLASH, *flags], environment) as server:
-            yield Client(server, flags)
+        method = DFLASH if dflash else REFERENCE
+        with Server([*COMMON, *method, *flags], environment) as server:
+            yield Client(server, flags, dflash)
 
 
 def ended(server: Client, family: list[psutil.Process]) -> int:
