@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import ssl
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.constrained.base_grammar_backend import GRAMMAR_BACKEND_REGISTRY
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
@@ -184,6 +186,7 @@ def check_flags(server_args: ServerArgs) -> None:
     _check_ports(server_args)
     _check_certificate(server_args)
     _check_sigquit_handler(server_args)
+    _check_numactl(server_args)
     _check_strict_thinking(server_args)
     _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
@@ -228,18 +231,21 @@ def _check_ports(server_args: ServerArgs) -> None:
 def _check_certificate(server_args: ServerArgs) -> None:
     """SGLang reads these files when the target is loaded, which may take minutes.
 
-    Without a password OpenSSL would ask for it on the terminal. So it would at each refresh:
-    SGLang loads a changed key without its password.
+    Without a password OpenSSL would ask for it on the terminal.
     """
     certificate, password = server_args.ssl_certfile, server_args.ssl_keyfile_password
     if certificate is None:
         return
-    if server_args.enable_ssl_refresh and password is not None:
-        raise Refusal(
-            "--enable-ssl-refresh does not work with --ssl-keyfile-password: SGLang would load a "
-            "changed key without its password.",
-            "Leave one of them out.",
-        )
+    for flag, given in (
+        ("--enable-ssl-refresh", server_args.enable_ssl_refresh),
+        ("--enable-http2", server_args.enable_http2),
+    ):
+        if given and password is not None:
+            raise Refusal(
+                f"{flag} does not work with --ssl-keyfile-password: SGLang would load the key "
+                "without its password.",
+                "Leave one of them out.",
+            )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, server_args.ssl_keyfile, password or "")
@@ -260,6 +266,16 @@ def _check_sigquit_handler(server_args: ServerArgs) -> None:
             f"--custom-sigquit-handler {server_args.custom_sigquit_handler} is text, and SGLang "
             "needs a function.",
             "Leave it out, or give a function to sglang.Engine.",
+        )
+
+
+def _check_numactl(server_args: ServerArgs) -> None:
+    """SGLang starts a shell script that ends when it does not find the command."""
+    needed = server_args.numa_node is not None and envs.SGLANG_NUMA_BIND_V2.get()
+    if needed and shutil.which("numactl") is None:
+        raise Refusal(
+            "--numa-node starts processes with the command numactl, which is not there.",
+            "Install numactl, or leave the flag out.",
         )
 
 
@@ -372,7 +388,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     check_states_are_replayed(server_args, model_config)
     check_host_cache(server_args, model_config, draft)
     cls, name = _target_class(model_config)
-    _check_recorder(server_args, cls)
+    _check_experts(server_args, model_config, cls)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
             f"The target class {name} returns no hidden states (it has neither "
@@ -397,15 +413,22 @@ def _check_fit(server_args: ServerArgs, model_config: ModelConfig, draft: DFlash
         )
 
 
-def _check_recorder(server_args: ServerArgs, target: type) -> None:
-    """SGLang records experts of targets whose class names their number, or fails."""
-    mode = server_args.expert_distribution_recorder_mode
-    if mode is not None and not hasattr(target, "get_model_config_for_expert_location"):
+def _check_experts(server_args: ServerArgs, model_config: ModelConfig, target: type) -> None:
+    """SGLang looks for experts when the target is loaded, and fails where it finds none."""
+    given = []
+    if not hasattr(target, "get_model_config_for_expert_location"):
+        if server_args.expert_distribution_recorder_mode is not None:
+            given.append("--expert-distribution-recorder-mode")
+        if server_args.enable_expert_distribution_metrics:
+            given.append("--enable-expert-distribution-metrics")
+    if not hasattr(model_config.hf_text_config, "num_experts_per_tok"):
+        if server_args.enable_return_routed_experts:
+            given.append("--enable-return-routed-experts")
+    if given:
         raise Refusal(
-            f"--expert-distribution-recorder-mode {mode}, which --enable-expert-distribution-"
-            f"metrics sets, counts tokens of experts, and the target {server_args.model_path} has "
-            "none that SGLang can count.",
-            "Leave both flags out.",
+            f"{' and '.join(given)} cannot be served: SGLang finds no experts in the target "
+            f"{server_args.model_path}.",
+            "Leave it out.",
         )
 
 

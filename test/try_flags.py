@@ -3,7 +3,8 @@
 `python -m test.try_flags` tries all, `python -m test.try_flags metrics http` some. Each server of
 the bundled pair answers one chat, one stream of each API and one request with a grammar, and its
 tokens are those of a server without these flags, or of plain SGLang with them if they change the
-answers. docs/flags.md has the results. "traces" needs the packages of SGLang's extra `tracing`.
+answers. docs/flags.md has the results. "traces" and "fast tokens" need the packages of SGLang's extras
+`tracing` and `fastokens`, and "numa" needs numactl.
 """
 
 from __future__ import annotations
@@ -155,13 +156,18 @@ TRIED: dict[str, tuple[str, ...]] = {
     "two ranks": ("--tp", "2", "--dist-timeout", "300"),
     "replicas": ("--dp-size", "2", "--load-balance-method", "total_requests"),
     "hooks": ("--forward-hooks", json.dumps([HOOK])),
-    "code": ("--radix-cache-backend", "users", "--warmups", "users"),
+    "code": (
+        *("--radix-cache-backend", "users", "--warmups", "users"),
+        *("--custom-weight-loader", "users.load", "--tool-server", "demo"),
+    ),
     "template of completions": ("--completion-template", "deepseek_coder"),
     "template of chats": ("--model-path", str(NAMED), "--hf-chat-template-name", "other"),
     "thinking": (
         *("--model-path", str(THINKER), "--reasoning-parser", "deepseek-r1"),
         "--strip-thinking-cache",
     ),
+    "numa": ("--numa-node", "0"),  # its processes must be spawned
+    "fast tokens": ("--tokenizer-backend", "fastokens"),
     "checksum": ("--model-checksum", str(CHECKSUMS)),
     "config": ("--decrypted-config-file", str(TARGET / "config.json")),
     "deleted": ("--model-path", str(COPY), "--delete-ckpt-after-loading"),
@@ -188,11 +194,13 @@ TRIED: dict[str, tuple[str, ...]] = {
         *("--enforce-shared-experts-fusion", "--enable-fused-moe-sum-all-reduce"),
         *("--enable-broadcast-mm-inputs-process", "--mm-enable-dp-encoder"),
         *("--rl-quant-profile", "x", "--trace-modules", "request"),
+        *("--enable-return-indexer-topk", "--elastic-ep-backend", "nixl"),
     ),
     "other devices": (
         *("--enable-nccl-nvls", "--enable-mscclpp", "--enable-torch-symm-mem"),
         *("--enable-fused-qk-norm-rope", "--piecewise-cuda-graph-compiler", "inductor"),
         *("--offload-num-in-group", "2", "--offload-prefetch-step", "2"),
+        *("--offload-mode", "meta", "--enable-torch-compile-debug-mode"),
     ),
     "events": (
         "--kv-events-config",
@@ -266,7 +274,7 @@ def answers_of(client: Client) -> dict[str, Any]:
 
 def try_flags(*flags: str, dflash: bool = True) -> dict[str, Any]:
     """The answers of a server with these flags, which then ends in time."""
-    with doomed(*flags, dflash=dflash) as client:
+    with doomed(*flags, dflash=dflash, forks="--numa-node" not in flags) as client:
         answers = answers_of(client)
         log = client.server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :][:3000]

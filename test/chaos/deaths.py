@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import psutil
 import requests
 
@@ -28,10 +29,12 @@ ENDS_IN = 10  # seconds
 
 
 @contextmanager
-def doomed(*flags: str, dflash: bool = True) -> Iterator[Client]:
+def doomed(*flags: str, dflash: bool = True, forks: bool = True) -> Iterator[Client]:
     """A server that may end inside the block."""
     with TemporaryDirectory() as folder:
-        environment = with_forks({**os.environ, **STRICT}, folder)
+        environment = {**os.environ, **STRICT}
+        if forks:
+            environment = with_forks(environment, folder)
         method = DFLASH if dflash else REFERENCE
         with Server([*COMMON, *method, *flags], environment) as server:
             yield Client(server, flags, dflash)
@@ -146,6 +149,17 @@ def port_in_use() -> None:
             assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
 
 
+def answered_file() -> None:
+    """--debug-tensor-dump-input-file: SGLang reads the tokens of a file, and ends itself."""
+    with TemporaryDirectory() as folder:
+        tokens = Path(folder, "tokens.npy")
+        np.save(tokens, np.array([10, 11, 12]))
+        listen = "--host", "127.0.0.1", "--port", str(free_port())
+        said = refused(*listen, "--debug-tensor-dump-input-file", str(tokens))
+    assert "ready to roll" in said, said[-2000:]
+    assert "Traceback" not in said, said[-2000:]
+
+
 def missing_draft() -> None:
     """A draft that is not there is refused in one line."""
     with TemporaryDirectory() as folder:
@@ -163,4 +177,5 @@ DEATHS = (
     full_disk,
     port_in_use,
     missing_draft,
+    answered_file,
 )

@@ -100,7 +100,9 @@ def test_keys_that_nobody_would_check(
     assert arguments(target, draft, **{key: "secret"})
 
 
-@pytest.mark.parametrize("wrong", ["password", "no password", "key", "authorities", "refresh"])
+@pytest.mark.parametrize(
+    "wrong", ["password", "no password", "key", "authorities", "refresh", "http2"]
+)
 def test_https_that_would_fail(target: str, draft: str, tmp_path: Path, wrong: str) -> None:
     """SGLang would load the target first, or ask for a password on the terminal."""
     key, certificate = map(str, write_certificate(tmp_path, "secret"))
@@ -111,14 +113,26 @@ def test_https_that_would_fail(target: str, draft: str, tmp_path: Path, wrong: s
         "no password": {"ssl_keyfile_password": None},
         "authorities": {"ssl_ca_certs": key},
         "refresh": {"enable_ssl_refresh": True},
+        "http2": {"enable_http2": True},
     }
     if wrong == "key":
         (tmp_path / "other").mkdir()
         other, _ = write_certificate(tmp_path / "other", "secret")
         changes["key"] = {"ssl_keyfile": str(other)}
-    named = "--enable-ssl-refresh" if wrong == "refresh" else "--ssl-certfile"
-    with pytest.raises(Refusal, match=named):
+    named = {"refresh": "--enable-ssl-refresh", "http2": "--enable-http2"}
+    with pytest.raises(Refusal, match=named.get(wrong, "--ssl-certfile")):
         arguments(target, draft, **(right | changes[wrong]))
+
+
+def test_numactl_is_missing(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's script would end with status 127, and the server with a traceback."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Refusal, match="--numa-node"):
+        arguments(target, draft, numa_node=[0])
+    (tmp_path / "numactl").touch(mode=0o755)
+    assert arguments(target, draft, numa_node=[0])
 
 
 def test_detokenizers_of_one_tokenizer_worker(target: str, draft: str) -> None:
