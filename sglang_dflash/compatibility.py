@@ -415,15 +415,11 @@ def _check_fit(server_args: ServerArgs, model_config: ModelConfig, draft: DFlash
 
 def _check_experts(server_args: ServerArgs, model_config: ModelConfig, target: type) -> None:
     """SGLang looks for experts when the target is loaded, and fails where it finds none."""
-    given = []
-    if not hasattr(target, "get_model_config_for_expert_location"):
-        if server_args.expert_distribution_recorder_mode is not None:
-            given.append("--expert-distribution-recorder-mode")
-        if server_args.enable_expert_distribution_metrics:
-            given.append("--enable-expert-distribution-metrics")
-    if not hasattr(model_config.hf_text_config, "num_experts_per_tok"):
-        if server_args.enable_return_routed_experts:
-            given.append("--enable-return-routed-experts")
+    counted = hasattr(target, "get_model_config_for_expert_location")
+    routed = hasattr(model_config.hf_text_config, "num_experts_per_tok")
+    recorder = "expert_distribution_recorder_mode", "enable_expert_distribution_metrics"
+    unserved = (() if counted else recorder) + (() if routed else ("enable_return_routed_experts",))
+    given = ["--" + name.replace("_", "-") for name in unserved if getattr(server_args, name)]
     if given:
         raise Refusal(
             f"{' and '.join(given)} cannot be served: SGLang finds no experts in the target "

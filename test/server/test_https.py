@@ -22,6 +22,8 @@ WAYS = {
     "Granian": ("--enable-http2",),
 }
 RELOADED_IN = 20  # seconds
+# uvicorn ends a worker that has not answered it in this time: seconds, while it imports SGLang.
+PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}
 
 pytestmark = pytest.mark.ci
 
@@ -41,8 +43,8 @@ def test_serves(
         flags += "--ssl-keyfile-password", password
     expected = reference.generate(PROMPT)["output_ids"]
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-    trusted = "--ssl-ca-certs", str(certificate)  # for SGLang's first request
-    with running(*flags, *trusted, *WAYS[way], dflash=True, forks=False) as server:
+    flags += "--ssl-ca-certs", str(certificate), *WAYS[way]  # SGLang trusts it in its first request
+    with running(*flags, dflash=True, environment=PATIENT, forks=False) as server:
         answer = server.generate(PROMPT)
         assert answer["output_ids"] == expected
         assert answer["meta_info"]["spec_verify_ct"] > 0

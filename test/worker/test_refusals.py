@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,9 @@ def test_numactl_is_missing(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's script would end with status 127, and the server with a traceback."""
+    lscpu = shutil.which("lscpu")
+    assert lscpu is not None
+    (tmp_path / "lscpu").symlink_to(lscpu)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Refusal, match="--numa-node"):
         arguments(target, draft, numa_node=[0])

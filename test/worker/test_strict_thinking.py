@@ -107,10 +107,10 @@ def test_thoughts_are_free_without_the_flag(thinker: str, asked: list[Request], 
 @pytest.mark.parametrize("page", [1, 4])
 def test_the_cache_keeps_no_thoughts(thinker: str, asked: list[Request], page: int) -> None:
     """--strip-thinking-cache: a later turn hits what it hits without speculation, the prompt."""
-    flags = {"reasoning_parser": "qwen3", "strip_thinking_cache": True, "page_size": page}
+    flags: dict[str, Any] = {"reasoning_parser": "qwen3", "page_size": page}
     seen = []
     for draft in (None, str(DRAFT)):
-        with InProcess(thinker, draft, **flags) as engine:
+        with InProcess(thinker, draft, strip_thinking_cache=True, **flags) as engine:
             for (prompt, _), thinks in zip(asked, (True, False), strict=False):
                 first = engine.add(prompt, require_reasoning=thinks, max_new_tokens=40)
                 engine.run(first)
