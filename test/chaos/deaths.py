@@ -133,7 +133,7 @@ def refused(*flags: str) -> str:
     """The error output of a server that must not start."""
     command = [*LAUNCH, *COMMON, *DFLASH, *flags]
     environment = {**os.environ, **STRICT}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode != 0
     return done.stderr + done.stdout
 
