@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,9 +35,16 @@ def replace_application(_: Any, server_args: Any, *__: Any) -> None:
 
     def start_ours(target: str, **given: Any) -> Any:
         setattr(module, name, start)
+        if server_args.enable_http2 and server_args.ssl_certfile is not None:
+            given |= _certified(server_args)
         return start(APPLICATION, factory=True, **given)
 
     setattr(module, name, start_ours)
+
+
+def _certified(server_args: Any) -> dict[str, Path]:
+    """Granian's arguments for HTTPS. SGLang gives it texts, and Granian fails."""
+    return {"ssl_cert": Path(server_args.ssl_certfile), "ssl_key": Path(server_args.ssl_keyfile)}
 
 
 def _keep_sigquit() -> None:
