@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
 from uvicorn.supervisors import Multiprocess
 
 from sglang_dflash.algorithm import is_dflash
 
 APPLICATION = f"{__name__}:application"
+PATIENCE = envs.SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT
+# SGLang lets uvicorn end a process that answers nothing for 10 s, also while it imports SGLang. On
+# a busy machine that takes longer, each time anew, and the server is never ready.
+BUSY_SECONDS = 120
 
 
 def replace_application(_: Any, server_args: Any, *__: Any) -> None:
@@ -35,7 +40,9 @@ def replace_application(_: Any, server_args: Any, *__: Any) -> None:
 
     def start_ours(target: str, **given: Any) -> Any:
         setattr(module, name, start)
-        if server_args.enable_http2 and server_args.ssl_certfile is not None:
+        if library == "uvicorn" and not PATIENCE.is_set():
+            given["timeout_worker_healthcheck"] = BUSY_SECONDS
+        elif library == "granian" and server_args.ssl_certfile is not None:
             given |= _certified(server_args)
         return start(APPLICATION, factory=True, **given)
 
