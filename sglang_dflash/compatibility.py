@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
+import ssl
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.constrained.base_grammar_backend import GRAMMAR_BACKEND_REGISTRY
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
@@ -157,6 +160,13 @@ REFUSED_ON_A_CPU: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ),
     ("enable_symm_mem", (False,), "it is memory of CUDA", "Leave it out."),
     ("torchao_config", ("",), "quantised weights are not served there", "Leave it out."),
+    ("enforce_piecewise_cuda_graph", (False,), "these are graphs of CUDA", "Leave it out."),
+    (
+        "offload_group_size",
+        (-1, 0),
+        "SGLang copies the weights in a stream of CUDA",
+        "Leave it out.",
+    ),
 )
 
 
@@ -174,6 +184,9 @@ def check_flags(server_args: ServerArgs) -> None:
     _check_adapters(server_args)
     _check_keys(server_args)
     _check_ports(server_args)
+    _check_certificate(server_args)
+    _check_sigquit_handler(server_args)
+    _check_numactl(server_args)
     _check_strict_thinking(server_args)
     _check_detokenizers(server_args)
     if server_args.speculative_moe_runner_backend != server_args.moe_runner_backend:
@@ -220,6 +233,57 @@ def _check_ports(server_args: ServerArgs) -> None:
             f"--nccl-port {server_args.nccl_port} is one port, and each of --dp-size "
             f"{server_args.dp_size} replicas needs its own.",
             "Leave --nccl-port out.",
+        )
+
+
+def _check_certificate(server_args: ServerArgs) -> None:
+    """SGLang reads these files when the target is loaded, which may take minutes.
+
+    Without a password OpenSSL would ask for it on the terminal.
+    """
+    certificate, password = server_args.ssl_certfile, server_args.ssl_keyfile_password
+    if certificate is None:
+        return
+    for flag, given in (
+        ("--enable-ssl-refresh", server_args.enable_ssl_refresh),
+        ("--enable-http2", server_args.enable_http2),
+    ):
+        if given and password is not None:
+            raise Refusal(
+                f"{flag} does not work with --ssl-keyfile-password: SGLang would load the key "
+                "without its password.",
+                "Leave one of them out.",
+            )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, server_args.ssl_keyfile, password or "")
+        if server_args.ssl_ca_certs is not None:
+            context.load_verify_locations(server_args.ssl_ca_certs)
+    except OSError as error:
+        raise Refusal(
+            f"HTTPS cannot be served with --ssl-certfile {certificate} and --ssl-keyfile "
+            f"{server_args.ssl_keyfile}: {error}.",
+            "Give a certificate, its key, and --ssl-keyfile-password if the key has one.",
+        ) from None
+
+
+def _check_sigquit_handler(server_args: ServerArgs) -> None:
+    """A handler is a function, so only `sglang.Engine` can give one."""
+    if isinstance(server_args.custom_sigquit_handler, str):
+        raise Refusal(
+            f"--custom-sigquit-handler {server_args.custom_sigquit_handler} is text, and SGLang "
+            "needs a function.",
+            "Leave it out, or give a function to sglang.Engine.",
+        )
+
+
+def _check_numactl(server_args: ServerArgs) -> None:
+    """SGLang starts a shell script that ends when it does not find the command."""
+    needed = server_args.numa_node is not None and envs.SGLANG_NUMA_BIND_V2.get()
+    if needed and shutil.which("numactl") is None:
+        raise Refusal(
+            "--numa-node starts processes with the command numactl, which is not there.",
+            "Install numactl, or leave the flag out.",
         )
 
 
@@ -332,6 +396,7 @@ def check_target(server_args: ServerArgs, draft: DFlashConfig) -> None:
     check_states_are_replayed(server_args, model_config)
     check_host_cache(server_args, model_config, draft)
     cls, name = _target_class(model_config)
+    _check_experts(server_args, model_config, cls)
     if not any(hasattr(cls, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3")):
         raise Refusal(
             f"The target class {name} returns no hidden states (it has neither "
@@ -353,6 +418,21 @@ def _check_fit(server_args: ServerArgs, model_config: ModelConfig, draft: DFlash
         reasons, fixes = _joined(found)
         raise Refusal(
             f"The draft {draft.path} does not fit the target {target.path}: {reasons}", fixes
+        )
+
+
+def _check_experts(server_args: ServerArgs, model_config: ModelConfig, target: type) -> None:
+    """SGLang looks for experts when the target is loaded, and fails where it finds none."""
+    counted = hasattr(target, "get_model_config_for_expert_location")
+    routed = hasattr(model_config.hf_text_config, "num_experts_per_tok")
+    recorder = "expert_distribution_recorder_mode", "enable_expert_distribution_metrics"
+    unserved = (() if counted else recorder) + (() if routed else ("enable_return_routed_experts",))
+    given = ["--" + name.replace("_", "-") for name in unserved if getattr(server_args, name)]
+    if given:
+        raise Refusal(
+            f"{' and '.join(given)} cannot be served: SGLang finds no experts in the target "
+            f"{server_args.model_path}.",
+            "Leave it out.",
         )
 
 

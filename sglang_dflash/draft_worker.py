@@ -77,4 +77,5 @@ def draft_server_args(server_args: ServerArgs, context_len: int, dtype: torch.dt
     args.kv_cache_dtype = "auto"
     args.enable_lora, args.lora_paths = False, None
     args.forward_hooks = None  # they name the target's modules
+    args.model_checksum = None  # it is of the target's files
     return args

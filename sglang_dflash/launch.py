@@ -95,7 +95,8 @@ class Server:
         command: Sequence[str] = LAUNCH,
     ) -> None:
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        scheme = "https" if "--ssl-certfile" in arguments else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._waiting = waiting
         # SGLang would choose the NCCL port itself, and bind it many seconds later.
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]

@@ -2,13 +2,16 @@
 
 `python -m test.try_flags` tries all, `python -m test.try_flags metrics http` some. Each server of
 the bundled pair answers one chat, one stream of each API and one request with a grammar, and its
-tokens are those of a server without these flags. docs/flags.md has the results.
+tokens are those of a server without these flags, or of plain SGLang with them if they change the
+answers. docs/flags.md has the results. "traces" and "fast tokens" need the packages of SGLang's
+extras `tracing` and `fastokens`, and "numa" needs the command numactl.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,17 +21,52 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from sglang.srt.utils.model_file_verifier import generate_checksums
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
+from test.certificates import write_certificate
 from test.chaos.deaths import doomed
 from test.chaos.disturb import processes
+from test.checkpoints import write_with_added_tokens
+from test.plugins import distribution
 from test.servers import Client, chat
 
 PROMPT = held_out("word", 1, seed=61)[0].prompt
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ENDS_IN = 60  # seconds; processes that serve HTTP wait for each other
 FOLDER = Path(tempfile.gettempdir(), f"sglang-dflash-flags-{os.getuid()}")
+
+NAMED = FOLDER / "named"  # the target with two chat templates
+THINKER = FOLDER / "thinker"
+COPY = FOLDER / "copy"  # of the target
+KEY, CERTIFICATE = FOLDER / "key.pem", FOLDER / "certificate.pem"
+CHECKSUMS = FOLDER / "checksums.json"
+# What users write themselves: a radix cache, a warm-up, a hook.
+USERS = """
+    def plugin():
+        from sglang.srt.entrypoints.warmup import warmup
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+        from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+        @warmup("users")
+        async def ask(mode, tokenizer_manager):
+            request = GenerateReqInput(text="Paul has", sampling_params={"max_new_tokens": 8})
+            async for _ in tokenizer_manager.generate_request(request, None):
+                pass
+
+        register_radix_cache_backend("users", lambda context: RadixCache(context.params))
+
+    def scaled(config):
+        return lambda module, inputs, output: output * config["by"]
+"""
+HOOK = {
+    "name": "scaled",
+    "target_modules": ["model.layers.*.mlp"],
+    "hook_factory": "users:scaled",
+    "config": {"by": -1.0},
+}
 
 LABELS = ("--tokenizer-metrics-allowed-custom-labels", "team")
 SECONDS = ("0.1", "1", "10")
@@ -117,7 +155,30 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "two ranks": ("--tp", "2", "--dist-timeout", "300"),
     "replicas": ("--dp-size", "2", "--load-balance-method", "total_requests"),
-    "hooks": ("--forward-hooks", "[]"),
+    "hooks": ("--forward-hooks", json.dumps([HOOK])),
+    "code": (
+        *("--radix-cache-backend", "users", "--warmups", "users"),
+        *("--custom-weight-loader", "users.load", "--tool-server", "demo"),
+    ),
+    "template of completions": ("--completion-template", "deepseek_coder"),
+    "template of chats": ("--model-path", str(NAMED), "--hf-chat-template-name", "other"),
+    "thinking": (
+        *("--model-path", str(THINKER), "--reasoning-parser", "deepseek-r1"),
+        "--strip-thinking-cache",
+    ),
+    "numa": ("--numa-node", "0"),  # its processes must be spawned
+    "fast tokens": ("--tokenizer-backend", "fastokens"),
+    "checksum": ("--model-checksum", str(CHECKSUMS)),
+    "config": ("--decrypted-config-file", str(TARGET / "config.json")),
+    "deleted": ("--model-path", str(COPY), "--delete-ckpt-after-loading"),
+    "traces": (
+        *("--enable-trace", "--trace-modules", "request"),
+        *("--otlp-traces-endpoint", "127.0.0.1:9"),  # where nobody listens
+    ),
+    "https": (
+        *("--ssl-keyfile", str(KEY), "--ssl-certfile", str(CERTIFICATE)),
+        *("--ssl-ca-certs", str(CERTIFICATE), "--enable-ssl-refresh"),
+    ),
     "other models": (
         *("--fp8-gemm-backend", "triton", "--fp4-gemm-backend", "cutlass"),
         *("--eplb-algorithm", "deepseek", "--eplb-rebalance-num-iterations", "9"),
@@ -133,11 +194,13 @@ TRIED: dict[str, tuple[str, ...]] = {
         *("--enforce-shared-experts-fusion", "--enable-fused-moe-sum-all-reduce"),
         *("--enable-broadcast-mm-inputs-process", "--mm-enable-dp-encoder"),
         *("--rl-quant-profile", "x", "--trace-modules", "request"),
+        *("--enable-return-indexer-topk", "--elastic-ep-backend", "nixl"),
     ),
     "other devices": (
         *("--enable-nccl-nvls", "--enable-mscclpp", "--enable-torch-symm-mem"),
         *("--enable-fused-qk-norm-rope", "--piecewise-cuda-graph-compiler", "inductor"),
         *("--offload-num-in-group", "2", "--offload-prefetch-step", "2"),
+        *("--offload-mode", "meta", "--enable-torch-compile-debug-mode"),
     ),
     "events": (
         "--kv-events-config",
@@ -145,6 +208,32 @@ TRIED: dict[str, tuple[str, ...]] = {
     ),
     "offload": ("--cpu-offload-gb", "1"),
 }
+# Flags that change the answers. Those of plain SGLang are the right ones.
+CHANGED = ("hooks", "template of completions", "thinking")
+
+
+def write_files() -> None:
+    """What the flags name."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    paths = [str(distribution(FOLDER, "users", "1.0", USERS))]
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    write_certificate(FOLDER)
+    os.environ["REQUESTS_CA_BUNDLE"] = str(CERTIFICATE)
+    generate_checksums(source=str(TARGET), output_path=str(CHECKSUMS))
+    write_with_added_tokens(THINKER, ["<think>", "</think>"])
+    shutil.copytree(TARGET, COPY)
+    shutil.copytree(TARGET, NAMED)
+    template = NAMED / "chat_template.jinja"
+    config = json.loads((NAMED / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": "another"},
+        {"name": "other", "template": template.read_text()},
+    ]
+    (NAMED / "tokenizer_config.json").write_text(json.dumps(config))
+    template.unlink()
 
 
 def lines_of(client: Client, path: str, **body: Any) -> Iterator[dict[str, Any]]:
@@ -183,9 +272,9 @@ def answers_of(client: Client) -> dict[str, Any]:
     }
 
 
-def try_flags(*flags: str) -> dict[str, Any]:
+def try_flags(*flags: str, dflash: bool = True) -> dict[str, Any]:
     """The answers of a server with these flags, which then ends in time."""
-    with doomed(*flags) as client:
+    with doomed(*flags, dflash=dflash, forks="--numa-node" not in flags) as client:
         answers = answers_of(client)
         log = client.server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :][:3000]
@@ -197,10 +286,12 @@ def try_flags(*flags: str) -> dict[str, Any]:
 
 
 def main(*names: str) -> None:
-    expected = try_flags()
+    write_files()
+    usual = try_flags()
     for name in names or TRIED:
         started = time.monotonic()
         try:
+            expected = try_flags(*TRIED[name], dflash=False) if name in CHANGED else usual
             answers = try_flags(*TRIED[name])
         except Exception as error:  # noqa: BLE001, the next one is tried
             said = f"FAILED {type(error).__name__}: {error}"

@@ -7,17 +7,23 @@ loads no plugins. So uvicorn and Granian get the application of this module.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.seam.hook import Gate, Hook, always, register
 
 APPLICATION = f"{__name__}:application"
+PATIENCE = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
+# SGLang lets uvicorn end a process that answers nothing for 10 s, also while it imports SGLang. On
+# a busy machine that takes longer, each time anew, and the server is never ready.
+BUSY_SECONDS = 120
 # What plugins do to the application, and where they do it: functions of FastAPI's application.
 _preparations: list[tuple[Gate, Callable[[Any], None]]] = []
 
@@ -54,9 +60,18 @@ def replace_application(_: Any, server_args: Any, *__: Any) -> None:
 
     def start_ours(target: str, **given: Any) -> Any:
         setattr(module, name, start)
+        if library == "uvicorn" and PATIENCE not in os.environ:
+            given["timeout_worker_healthcheck"] = BUSY_SECONDS
+        elif library == "granian" and server_args.ssl_certfile is not None:
+            given |= _certified(server_args)
         return start(APPLICATION, factory=True, **given)
 
     setattr(module, name, start_ours)
+
+
+def _certified(server_args: Any) -> dict[str, Path]:
+    """Granian's arguments for HTTPS. SGLang gives it texts, and Granian fails."""
+    return {"ssl_cert": Path(server_args.ssl_certfile), "ssl_key": Path(server_args.ssl_keyfile)}
 
 
 def application() -> Any:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import psutil
 import requests
 
@@ -22,18 +23,21 @@ from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
-from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
+from test.servers import COMMON, DFLASH, REFERENCE, STRICT, Client, with_forks
 
 ENDS_IN = 10  # seconds
 
 
 @contextmanager
-def doomed(*flags: str) -> Iterator[Client]:
+def doomed(*flags: str, dflash: bool = True, forks: bool = True) -> Iterator[Client]:
     """A server that may end inside the block."""
     with TemporaryDirectory() as folder:
-        environment = with_forks({**os.environ, **STRICT}, folder)
-        with Server([*COMMON, *DFLASH, *flags], environment) as server:
-            yield Client(server, flags)
+        environment = {**os.environ, **STRICT}
+        if forks:
+            environment = with_forks(environment, folder)
+        method = DFLASH if dflash else REFERENCE
+        with Server([*COMMON, *method, *flags], environment) as server:
+            yield Client(server, flags, dflash)
 
 
 def ended(server: Client, family: list[psutil.Process]) -> int:
@@ -129,7 +133,7 @@ def refused(*flags: str) -> str:
     """The error output of a server that must not start."""
     command = [*LAUNCH, *COMMON, *DFLASH, *flags]
     environment = {**os.environ, **STRICT}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode != 0
     return done.stderr + done.stdout
 
@@ -143,6 +147,17 @@ def port_in_use() -> None:
         for flags in ((), ("--enable-http2",)):
             said = refused("--host", "127.0.0.1", "--port", str(port), *flags)
             assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
+
+
+def answered_file() -> None:
+    """--debug-tensor-dump-input-file: SGLang reads the tokens of a file, and ends itself."""
+    with TemporaryDirectory() as folder:
+        tokens = Path(folder, "tokens.npy")
+        np.save(tokens, np.array([10, 11, 12]))
+        listen = "--host", "127.0.0.1", "--port", str(free_port())
+        said = refused(*listen, "--debug-tensor-dump-input-file", str(tokens))
+    assert "ready to roll" in said, said[-2000:]
+    assert "Traceback" not in said, said[-2000:]
 
 
 def missing_draft() -> None:
@@ -162,4 +177,5 @@ DEATHS = (
     full_disk,
     port_in_use,
     missing_draft,
+    answered_file,
 )

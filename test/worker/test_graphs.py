@@ -211,27 +211,38 @@ def test_a_failing_forward_fails_as_it_does(runner: Any) -> None:
         outputs(runner, random_batch(runner, [8], 0), runner.piecewise_cuda_graph_runner)
 
 
-def test_new_weights_drop_the_graphs(engine: InProcess) -> None:
-    """Also those of the draft, because it runs the target's embedding and LM head."""
+def load_doubled(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    model.load_weights([(name, tensor * 2) for name, tensor in tensors])  # type: ignore[operator]
+
+
+def test_new_weights_drop_the_graphs(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the draft, because it runs the target's embedding and LM head.
+
+    The second time a loader of the user's own reads them (--custom-weight-loader).
+    """
+    loader = f"{__name__}.load_doubled"
+    monkeypatch.setattr(engine.scheduler.server_args, "custom_weight_loader", [loader])
     target, draft = engine.worker.model_runner, engine.worker.draft_model_runner
     both = {}
     for runner in (target, draft):
         both[runner] = runner.piecewise_cuda_graph_runner = CpuGraphs(runner)
     weight = target.model.get_parameter("model.embed_tokens.weight")
     changed = weight.detach()[:VOCAB] * 2
-    tensors = MultiprocessingSerializer.serialize([("model.embed_tokens.weight", changed)])
-    for runner, graphs in both.items():
-        assert_same(runner, graphs, [8], 0)
-        assert graphs._graphs
-    request = UpdateWeightsFromTensorReqInput([tensors])
-    assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
-    assert torch.equal(weight[:VOCAB], changed)
-    assert engine.worker.update_weights_from_ipc(None)[0]  # SGLang itself updates the target
-    for runner, graphs in both.items():
-        assert not graphs._graphs
-        assert_same(runner, graphs, [8], 1)
+    named = [("model.embed_tokens.weight", changed)]
+    twice = [MultiprocessingSerializer.serialize(named) for _ in range(2)]  # read once each
+    for load_format, factor, tensors in zip((None, loader), (1, 2), twice, strict=True):
+        for runner, graphs in both.items():
+            assert_same(runner, graphs, [8], 0)
+            assert graphs._graphs
+        request = UpdateWeightsFromTensorReqInput([tensors], load_format=load_format)
+        assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
+        assert torch.equal(weight[:VOCAB], changed * factor)
+        assert engine.worker.update_weights_from_ipc(None)[0]  # SGLang itself updates the target
+        for runner, graphs in both.items():
+            assert not graphs._graphs
+            assert_same(runner, graphs, [8], 1)
     with torch.no_grad():
-        weight.div_(2)
+        weight.div_(4)
     without_graphs(engine)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from sglang_dflash.compatibility import longest_request
 from sglang_dflash.errors import Refusal
 from test.adapters import write_adapter
 from test.arguments import arguments, launch, refused
+from test.certificates import write_certificate
 from test.checkpoints import draft_config, draft_weights, write_draft
 
 FLAGS: dict[str, Any] = {
@@ -97,6 +99,44 @@ def test_keys_that_nobody_would_check(
         arguments(target, draft, **elsewhere, **{key: "secret"})
     assert arguments(target, draft, **elsewhere)
     assert arguments(target, draft, **{key: "secret"})
+
+
+@pytest.mark.parametrize(
+    "wrong", ["password", "no password", "key", "authorities", "refresh", "http2"]
+)
+def test_https_that_would_fail(target: str, draft: str, tmp_path: Path, wrong: str) -> None:
+    """SGLang would load the target first, or ask for a password on the terminal."""
+    key, certificate = map(str, write_certificate(tmp_path, "secret"))
+    right = {"ssl_keyfile": key, "ssl_certfile": certificate, "ssl_keyfile_password": "secret"}
+    assert arguments(target, draft, **right, ssl_ca_certs=certificate)
+    changes: dict[str, Any] = {
+        "password": {"ssl_keyfile_password": "other"},
+        "no password": {"ssl_keyfile_password": None},
+        "authorities": {"ssl_ca_certs": key},
+        "refresh": {"enable_ssl_refresh": True},
+        "http2": {"enable_http2": True},
+    }
+    if wrong == "key":
+        (tmp_path / "other").mkdir()
+        other, _ = write_certificate(tmp_path / "other", "secret")
+        changes["key"] = {"ssl_keyfile": str(other)}
+    named = {"refresh": "--enable-ssl-refresh", "http2": "--enable-http2"}
+    with pytest.raises(Refusal, match=named.get(wrong, "--ssl-certfile")):
+        arguments(target, draft, **(right | changes[wrong]))
+
+
+def test_numactl_is_missing(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's script would end with status 127, and the server with a traceback."""
+    lscpu = shutil.which("lscpu")
+    assert lscpu is not None
+    (tmp_path / "lscpu").symlink_to(lscpu)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Refusal, match="--numa-node"):
+        arguments(target, draft, numa_node=[0])
+    (tmp_path / "numactl").touch(mode=0o755)
+    assert arguments(target, draft, numa_node=[0])
 
 
 def test_detokenizers_of_one_tokenizer_worker(target: str, draft: str) -> None:

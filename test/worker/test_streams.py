@@ -18,13 +18,10 @@ from typing import Any
 import pytest
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-from sglang.srt.entrypoints.context import ConversationContext
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.template_manager import TemplateManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.reasoning_parser import ReasoningParser
@@ -59,7 +56,7 @@ class Script:
 
     async def generate_request(self, obj: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
         """What SGLang's own sends for these tokens."""
-        count = obj.sampling_params["n"]
+        count = obj.sampling_params.get("n", 1)
         texts, sent = [""] * count, [0] * count
         while min(sent) < len(self._ids):
             for index in range(count):
@@ -80,7 +77,7 @@ class Script:
             read_offsets=[len(around)],
             finished_reasons=[finished],
             no_stop_trim=[False],
-            skip_special_tokens=[obj.sampling_params["skip_special_tokens"]],
+            skip_special_tokens=[obj.sampling_params.get("skip_special_tokens", True)],
             spaces_between_special_tokens=[True],
         )
         [text] = self._detokenizer._decode_batch_token_id_output(output)
@@ -107,8 +104,8 @@ class Script:
         }
 
 
-@pytest.fixture(scope="module")
-def managers() -> tuple[Any, Any]:
+def new_managers() -> tuple[Any, Any]:
+    """SGLang's tokenizer manager and our detokenizer, for the bundled target."""
     args = ServerArgs(
         model_path=str(TARGET),
         speculative_algorithm="DFLASH",
@@ -116,6 +113,11 @@ def managers() -> tuple[Any, Any]:
     )
     ports = PortArgs.init_new(args)
     return TokenizerManager(args, ports), Detokenizer(args, ports)
+
+
+@pytest.fixture(scope="module")
+def managers() -> tuple[Any, Any]:
+    return new_managers()
 
 
 @dataclass
@@ -127,18 +129,21 @@ class Chat:
     args: dict[str, Any]  # of the server
     request: dict[str, Any]
     tags: bool = True  # whether each tag is one token, as in the models that write it
+    tokenizer: Any = None  # None: the bundled target's
 
-    def serving(self, sizes: Sizes, algorithm: str) -> OpenAIServingChat:
+    def serving(
+        self, sizes: Sizes, algorithm: str, api: type[OpenAIServingChat] = OpenAIServingChat
+    ) -> Any:
         manager, detokenizer = self.managers
-        tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
-        if self.tags:
+        tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(TARGET))
+        if self.tags and self.tokenizer is None:
             tokenizer.add_tokens(sorted(set(TAG.findall(self.answer))), special_tokens=True)
         manager.tokenizer = detokenizer.tokenizer = tokenizer
         templates = TemplateManager()
         templates.initialize_templates(manager, str(TARGET))
         args = {"tool_call_parser": None, "reasoning_parser": None} | self.args
         args["speculative_algorithm"] = algorithm
-        return OpenAIServingChat(Script(manager, detokenizer, self.answer, sizes, args), templates)
+        return api(Script(manager, detokenizer, self.answer, sizes, args), templates)
 
     def stream(self, sizes: Sizes, algorithm: str = "DFLASH") -> list[dict[str, Any]]:
         """The events, without what changes from one stream to the next."""
@@ -301,50 +306,6 @@ def test_anthropic(managers: tuple[Any, Any]) -> None:
     assert sum("tool_use" in event for event in expected) >= len(CALLS)
     for seed in range(5):
         assert stream(random_sizes(seed), "DFLASH") == expected
-
-
-class SeenTokens(ConversationContext):
-    """A context of `/v1/responses` that notes what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.texts: list[str] = []
-
-    def append_output(self, output: Any) -> None:
-        self.tokens = len(output["output_ids"])
-        assert output["meta_info"]["completion_tokens"] == self.tokens
-        self.texts.append(output["text"])
-
-    def need_builtin_tool_call(self) -> bool:
-        return False
-
-    async def call_tool(self) -> list[Any]:
-        return []
-
-    def render_for_completion(self) -> list[int]:
-        return []
-
-
-def test_harmony_gets_each_token(managers: tuple[Any, Any]) -> None:
-    """The context's own parser needs a vocabulary that is downloaded."""
-    chat = Chat(managers, ANSWERS["gpt-oss"], {}, {})
-
-    def contexts(sizes: Sizes, algorithm: str) -> tuple[list[int], list[str]]:
-        manager = chat.serving(sizes, algorithm).tokenizer_manager
-        serving = SimpleNamespace(tokenizer_manager=manager, use_harmony=True)
-        params = {"skip_special_tokens": False, "n": 1}
-        request = GenerateReqInput(
-            rid="answer", input_ids=[1, 2], sampling_params=params, stream=True
-        )
-        seen = SeenTokens()
-        stream = OpenAIServingResponses._generate_with_builtin_tools(
-            serving, "answer", None, request, params, seen
-        )
-        return [len(seen.texts) for _ in gathered(stream)], seen.texts
-
-    expected = contexts(of_one, "EAGLE")
-    assert contexts(random_sizes(0), "EAGLE") != expected
-    assert contexts(random_sizes(0), "DFLASH") == expected
 
 
 def test_characters_are_sent_once(managers: tuple[Any, Any]) -> None:

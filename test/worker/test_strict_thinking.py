@@ -104,6 +104,25 @@ def test_thoughts_are_free_without_the_flag(thinker: str, asked: list[Request], 
     assert THINK_END in reqs[0].output_ids
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_the_cache_keeps_no_thoughts(thinker: str, asked: list[Request], page: int) -> None:
+    """--strip-thinking-cache: a later turn hits what it hits without speculation, the prompt."""
+    flags: dict[str, Any] = {"reasoning_parser": "qwen3", "page_size": page}
+    seen = []
+    for draft in (None, str(DRAFT)):
+        with InProcess(thinker, draft, strip_thinking_cache=True, **flags) as engine:
+            for (prompt, _), thinks in zip(asked, (True, False), strict=False):
+                first = engine.add(prompt, require_reasoning=thinks, max_new_tokens=40)
+                engine.run(first)
+                second = engine.add([*prompt, *first.output_ids, *prompt], max_new_tokens=8)
+                engine.run(second)
+                hit = second.cached_tokens
+                seen.append((list(first.output_ids), list(second.output_ids), hit))
+                kept = len(prompt) if thinks else len(prompt) + len(first.output_ids)
+                assert kept - page <= hit <= kept
+    assert seen[:2] == seen[2:]
+
+
 def owners_of_masks() -> list[type]:
     """The classes of SGLang's that apply masks."""
     owners = []
