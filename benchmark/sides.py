@@ -15,7 +15,7 @@ from sglang_dflash.launch import Server, ServerFailed
 from sglang_dflash.tiny import DRAFT, TARGET
 
 TIMERS = "dflash_step_timers"
-PLUGINS = {"ours": ["dflash"], "builtin": ["dflash_builtin_bench"]}
+PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}
 FAMILIES = ("dspark", "dflash2", "domino")  # sides: ours, with a draft of this family
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "sglang_dflash"
+GUARD = PACKAGE.with_name("sglang_dflash_guard")
 
 
 def test_t_modules_need_no_sglang() -> None:
@@ -37,6 +38,17 @@ def test_nothing_but_its_plugin_reaches_the_cpu() -> None:
         if re.search(r"sglang_dflash\.cpu|\bis_cpu\b|\.is_cuda\b", file.read_text()):
             named.append(file.name)
     assert named == []
+
+
+def test_the_guard_stands_alone() -> None:
+    """It protects servers without DFLASH, and DFLASH serves without it."""
+    imports = re.compile(r"^\s*(?:from|import) (sglang_dflash[\w.]*)", re.MULTILINE)
+    for file in PACKAGE.rglob("*.py"):
+        assert not re.search("sglang_dflash_guard", file.read_text()), file
+    for file in GUARD.rglob("*.py"):
+        for module in imports.findall(file.read_text()):
+            allowed = ("sglang_dflash_guard.", "sglang_dflash.seam.", "sglang_dflash.errors")
+            assert module.startswith(allowed), (file, module)
 
 
 def test_one_name_has_one_file() -> None:
