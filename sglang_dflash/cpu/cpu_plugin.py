@@ -95,21 +95,6 @@ CPU_HOOKS = (
         "cpu.stand_ins:default_limits",
         "SGLang sizes KV for a GPU and needs a NUMA node per rank",
     ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.init_piecewise_cuda_graphs",
-        "AFTER",
-        "cpu.graphs:init_cpu_graphs",
-        "a small forward spends a fifth of its time in the Python of its modules",
-    ),
-    *(
-        Hook(
-            f"model_executor.model_runner.ModelRunner.update_weights_from_{source}",
-            "AFTER",
-            "cpu.graphs:forget",
-            "CPU graphs hold the tensors of the old weights",
-        )
-        for source in ("disk", "tensor", "distributed", "ipc")
-    ),
 )
 
 

@@ -21,7 +21,6 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
-from torch.overrides import wrap_torch_function
 
 FEW = 32  # up to so many queries, all heads of a KV head are computed in one product
 
@@ -142,7 +141,6 @@ class TorchAttention(TorchNativeAttnBackend):
         ]
         self._masks: dict[tuple[View, int, torch.dtype], list[Tensor | None]] = {}
 
-    @wrap_torch_function(lambda _, q, *args, **kwargs: (q,))  # one call to `cpu.graphs`
     def forward_extend(
         self,
         q: Tensor,

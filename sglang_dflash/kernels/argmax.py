@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import wrap_torch_function
 
 COLUMNS = 4096  # of the vocabulary that a program reads together
 PROGRAMS = 1056  # at least, for few tokens: eight per multiprocessor of an H100
@@ -60,18 +59,10 @@ def reduce_parts(partial: Largest, parts: int, most_parts: int) -> Largest:
 
 def largest_in_torch(logits: Tensor, weigh: bool = False) -> Largest:
     """The twin of `launch_largest`."""
-    column = _argmax(logits)
+    column = logits.argmax(dim=-1)
     value = logits.gather(1, column[:, None]).squeeze(1).float()
     mass = (logits.float() - value[:, None]).exp_().sum(dim=-1) if weigh else None
     return Largest(column, value, mass)
-
-
-@wrap_torch_function(lambda logits: (logits,))  # one call for a torch function mode
-def _argmax(logits: Tensor) -> Tensor:
-    """On a CPU, PyTorch's argmax looks at one element at a time. NumPy's is vectorised."""
-    if logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.

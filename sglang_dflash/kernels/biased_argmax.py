@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import wrap_torch_function
 
 from sglang_dflash.kernels.argmax import PROGRAMS, Largest, largest_in_torch, reduce_parts
 
@@ -55,17 +54,7 @@ def biased_largest_in_torch(
     logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
 ) -> Largest:
     """The twin of `launch_biased_largest`."""
-    if weigh or {logits.dtype, weight.dtype} != {torch.float32}:
-        return largest_in_torch(_biased(logits, latent, weight), weigh)
-    column, value = _largest(logits, latent, weight)
-    return Largest(column, value, None)
-
-
-@wrap_torch_function(lambda logits, latent, weight: (logits, latent, weight))
-def _largest(logits: Tensor, latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and value in one call for a torch function mode, by NumPy as in `argmax`."""
-    biased = _biased(logits, latent, weight).numpy()
-    return torch.from_numpy(biased.argmax(axis=-1)), torch.from_numpy(biased.max(axis=-1))
+    return largest_in_torch(_biased(logits, latent, weight), weigh)
 
 
 def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:

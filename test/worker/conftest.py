@@ -102,12 +102,6 @@ def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     return forced
 
 
-def without_graphs(engine: InProcess) -> None:
-    """Run every forward in its modules, so that what a test puts into them is called."""
-    for runner in (engine.worker.model_runner, engine.worker.draft_model_runner):
-        runner.piecewise_cuda_graph_runner = None
-
-
 def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) -> None:
     """Verify this part of every block, whatever pays; the policy learns from it all the same."""
     policy = engine.worker.verify_width

@@ -1,4 +1,4 @@
-"""Families that draft in order: blocks are whole, of any width, and stay in graphs."""
+"""Families that draft in order: blocks are whole, and of any width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from sglang_dflash.cpu.graphs import CpuGraphs
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
 from sglang_dflash.model import in_order
 from test.checkpoints import BLOCK
@@ -73,18 +72,6 @@ def test_shorter_blocks(
         assert len(block) == width
         read = width - semantics.sample_from_anchor
         assert block[1:] == draft_block(model, semantics, own, ids + output, read)
-
-
-@pytest.mark.parametrize("case", [*FAMILIES, "DFlash 2 cap, multiplier"])
-def test_the_draft_runs_in_graphs(target: str, tmp_path: Path, case: str) -> None:
-    """A CPU graph refuses what a CUDA graph cannot hold: values on the host, and new shapes."""
-    config, weights, _ = CASES[case]()
-    with InProcess(target, str(write(tmp_path, config, weights))) as engine:
-        engine.generate(prompt(55, 20), max_new_tokens=10, ignore_eos=True)
-        graphs = engine.worker.draft_model_runner.piecewise_cuda_graph_runner
-        assert isinstance(graphs, CpuGraphs)
-        assert graphs._works
-        assert graphs._graphs
 
 
 def test_logits_of_another_dtype() -> None:

@@ -18,7 +18,7 @@ from test.arguments import arguments
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
-from test.targets import LATENT, TARGETS, write
+from test.targets import LATENT, write
 from test.worker.conftest import Cut, Request, each_alone, facts, join, prompt
 
 SEEDED: dict[str, Any] = {"enable_deterministic_inference": True}
@@ -156,25 +156,6 @@ def test_a_prefill_by_heads_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     )
     with pytest.raises(RuntimeError, match="size"):
         says(pair)
-
-
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_graphs(
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    experts: bool,
-) -> None:
-    """Verifies are captured if all layers are dense. Otherwise the log says why they are not."""
-    if not experts:
-        monkeypatch.setitem(TARGETS, KINDS[0], TARGETS[KINDS[0]] | DENSE)
-    pair = write_pair(tmp_path, KINDS[0])
-    with InProcess(pair.target, pair.draft, log_level="info", **SEEDED) as engine:
-        check(engine, pair)
-        graphs = engine.worker.model_runner.piecewise_cuda_graph_runner
-        assert bool(graphs._graphs) == (not experts)
-    said = f"No CPU graphs for {KINDS[0]}: `numpy` returns ndarray, not a tensor."
-    assert (said in capfd.readouterr().err) == experts
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -30,7 +30,7 @@ from sglang_dflash.runtime.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.traces import draft_kv
-from test.worker.conftest import Alone, Cut, facts, force, prompt, verify_parts, without_graphs
+from test.worker.conftest import Alone, Cut, facts, force, prompt, verify_parts
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -106,7 +106,6 @@ def test_a_probability_that_is_no_number_counts_as_0(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
     with InProcess(target, draft) as engine:
-        without_graphs(engine)
         model = engine.worker.draft_model_runner.model
         blocks: list[DFlashBlock] = []
         predict = model.vocabulary.predict
