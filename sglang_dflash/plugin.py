@@ -75,10 +75,10 @@ def _guard_dflash() -> None:
         _refuse_if_incomplete()
         from sglang.srt.models.registry import ModelRegistry
 
-        from sglang_dflash.runtime.worker import DFlashWorker
+        from sglang_dflash.build import build_worker
 
         ModelRegistry.register("sglang_dflash.model", overwrite=True)
-        return DFlashWorker
+        return build_worker
 
     def guarded_handle(server_args: Any) -> None:
         if is_dflash(server_args):

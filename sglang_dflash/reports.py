@@ -72,7 +72,7 @@ def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> 
         original(reporter, *args, **kwargs)
         return
     logged = copy.copy(scheduler.server_args)
-    logged.speculative_num_draft_tokens = scheduler.draft_worker.mean_width.take()
+    logged.speculative_num_draft_tokens = scheduler.draft_worker.report.take_mean_width()
     with temporarily(scheduler, server_args=logged):
         original(reporter, *args, **kwargs)
 
@@ -80,10 +80,10 @@ def verified_drafts(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> 
 def count_steps(_: None, reporter: Any) -> None:
     """AFTER `SchedulerMetricsReporter.__post_init__`: Prometheus gets the counts of the worker."""
     if reporter.current_scheduler_metrics_enabled:
-        reporter.scheduler.draft_worker.count_steps(reporter.metrics_collector.labels)
+        reporter.scheduler.draft_worker.report.count_steps(reporter.metrics_collector.labels)
 
 
 def describe(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """AFTER `Scheduler.get_init_info`: `/server_info` says what serves, and how."""
-    result["sglang_dflash"] = scheduler.draft_worker.description()
+    result["sglang_dflash"] = scheduler.draft_worker.report.description()
     return result

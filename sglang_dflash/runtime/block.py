@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
 from sglang.srt.model_executor.forward_batch_info import (
@@ -15,8 +16,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from torch import Tensor
-
-from sglang_dflash.core.throughput import Array
 
 
 @dataclass
@@ -77,7 +76,7 @@ class DFlashBlock(SpecInput):
             self.token_ids[:, :width], self.position_ids[:, :width], self.slots[:, :width]
         )
 
-    def cut(self, widths: Array) -> DFlashBlock:
+    def cut(self, widths: npt.NDArray[np.int64]) -> DFlashBlock:
         """Cut each request's block to a width of its own: [B] int64 in 1..N, on the host."""
         block = self.first(int(widths.max()))
         present = np.arange(block.draft_token_num) < widths[:, None]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -16,27 +14,22 @@ from sglang_dflash.core.acceptance import Accepted, Outcome
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.logit_rules import penalties_of
 from sglang_dflash.runtime.logprobs import append_committed
-from sglang_dflash.runtime.metrics import AcceptanceHistogram, StepObserver
-from sglang_dflash.runtime.recurrent_states import TargetStates
-from sglang_dflash.runtime.step_log import Step, is_watched, new_log
+from sglang_dflash.runtime.policies import Committed, CommittedStep, StepObserver, TargetStates
+from sglang_dflash.runtime.step_clock import StepClock
 from sglang_dflash.runtime.verify import Verified
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Committed:
-    """The tokens that a request took in a step, at least one."""
-
-    tokens: list[int]
-    num_accepted: int  # drafts among them
-
-
 class Committer:
     """Ends a step on the host."""
 
-    def __init__(self, states: TargetStates, observers: list[StepObserver]) -> None:
-        self._states, self.observers = states, observers
+    def __init__(
+        self, states: TargetStates, observers: list[StepObserver], clock: StepClock
+    ) -> None:
+        self._states = states
+        self._clock = clock
+        self.observers = observers
 
     def commit(
         self, batch: ScheduleBatch, drafted: DFlashBlock, verified: Verified, outcome: Outcome
@@ -45,22 +38,26 @@ class Committer:
 
         drafted: the whole block, of which a part is verified; outcome: of the step, on the host.
         """
+        with self._clock("commit", on_host=True):
+            return self._commit(batch, drafted, verified, outcome)
+
+    def _commit(
+        self, batch: ScheduleBatch, drafted: DFlashBlock, verified: Verified, outcome: Outcome
+    ) -> GenerationBatchResult:
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:
             num_committed = verified.accepted.outcome.num_accepted + 1
             penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
             penalties.advance(block.token_ids, num_committed)
         widths = block.lens
-        committed = self._commit_requests(batch, outcome, widths)
+        committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]
-        accepted = [each.num_accepted for each in committed]
         counts = [len(taken) for taken in tokens]
         lens = [req.kv_committed_len for req in batch.reqs]
         self._states.commit(batch.req_pool_indices, counts, lens)
+        step = CommittedStep(batch.reqs, drafted, widths, committed)
         for observer in self.observers:
-            observer.observe(widths, accepted)
-        if any(is_watched(req) for req in batch.reqs):
-            _log_steps(batch.reqs, drafted, widths, committed)
+            observer.observe(step)
         if batch.return_logprob:
             append_committed(batch, output.next_token_logits.split(widths), tokens)
         if batch.return_hidden_states:
@@ -69,22 +66,20 @@ class Committer:
         output.hidden_states = None
         result = verified.result
         result.next_token_ids = verified.accepted.bonus
-        result.num_correct_drafts = sum(accepted)
+        result.num_correct_drafts = sum(step.accepted)
         # SGLang expects the number of tokens that a request took, minus one.
         result.num_correct_drafts_per_req_cpu = [count - 1 for count in counts]
         return result
 
-    def _commit_requests(
-        self, batch: ScheduleBatch, outcome: Outcome, widths: list[int]
-    ) -> list[Committed]:
-        """outcome: on the host; widths: the verify width of each request."""
+    def _commit_requests(self, batch: ScheduleBatch, outcome: Outcome) -> list[Committed]:
+        """outcome: on the host."""
         committed = []
         think_end = batch.model_config.think_end_id
         draws, numbers = outcome.drawn.tolist(), outcome.num_accepted.tolist()
-        for req, drawn, num_accepted, width in zip(batch.reqs, draws, numbers, widths, strict=True):
+        for req, drawn, num_accepted in zip(batch.reqs, draws, numbers, strict=True):
             taken = append_until_finished(req, drawn[: num_accepted + 1])
             tokens, accepted = drawn[:taken], min(taken, num_accepted)
-            _count(req, taken, accepted, width - 1)
+            _count(req, taken, accepted)
             if think_end is not None and req.require_reasoning:
                 req.update_reasoning_tokens(tokens, think_end)
             committed.append(Committed(tokens, accepted))
@@ -133,37 +128,12 @@ def _accept_by_grammar(req: Req, token: int) -> None:
     req.grammar.finished = req.finished()  # as SGLang; llguidance ends at any end token
 
 
-def _count(req: Req, taken: int, num_accepted: int, num_verified: int) -> None:
-    """Count a step of a request: in SGLang's own fields, and the drafts that were verified."""
+def _count(req: Req, taken: int, num_accepted: int) -> None:
+    """Count a step of a request in SGLang's own fields."""
     req.kv_committed_len += taken
     req.decode_batch_idx += 1
     req.spec_verify_ct += 1
     req.spec_num_correct_drafts += num_accepted
-    if not isinstance(req.spec_correct_drafts_histogram, AcceptanceHistogram):
-        req.spec_correct_drafts_histogram = AcceptanceHistogram()
-    req.update_spec_correct_drafts_histogram(num_accepted)
-    req.spec_correct_drafts_histogram.num_verified += num_verified
-
-
-def _log_steps(
-    reqs: list[Req], drafted: DFlashBlock, widths: list[int], committed: list[Committed]
-) -> None:
-    """Keep this step of the requests that are watched.
-
-    The host waits for a copy of the drafts, and so for all work that is queued.
-    """
-    now, drafts = time.monotonic(), drafted.token_ids[:, 1:].tolist()
-    for req, ids, width, taken in zip(reqs, drafts, widths, committed, strict=True):
-        if not is_watched(req):
-            continue
-        histogram = req.spec_correct_drafts_histogram
-        if histogram.steps is None:
-            histogram.steps = new_log()
-        count = len(taken.tokens)
-        place = len(req.output_ids) - count
-        histogram.steps.append(
-            Step(ids, width - 1, taken.num_accepted, count, place, len(reqs), now)
-        )
 
 
 def _advance(batch: ScheduleBatch, accepted: Accepted, committed: list[int]) -> None:

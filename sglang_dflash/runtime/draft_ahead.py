@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Outcome
 from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.policies import VerifyWidth
 from sglang_dflash.runtime.prefill import all_start_to_decode
 from sglang_dflash.runtime.propose import Drafter
 from sglang_dflash.runtime.slots import Slots
 from sglang_dflash.runtime.state import HostCopy
 from sglang_dflash.runtime.verify import Verified, Verifier
-from sglang_dflash.runtime.verify_width import VerifyWidth
-
-
-class NextDraft(Protocol):
-    """A policy: the block that is drafted after a step or a prefill, or None to draft it later."""
-
-    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
-        """anchors: [B] int64, the first tokens."""
-
-    def after_verify(
-        self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
-    ) -> DFlashBlock | None:
-        """copy: of `Accepted.packed`."""
 
 
 class DraftLater:

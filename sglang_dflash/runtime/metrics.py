@@ -6,23 +6,20 @@ A step of a request drafts N - 1 tokens, verifies w - 1 of them and accepts some
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from sglang_dflash.runtime.step_log import Step
+from sglang_dflash.runtime.policies import CommittedStep
+from sglang_dflash.runtime.step_log import Step, is_watched, new_log
 
 logger = logging.getLogger(__name__)
 
 WATCHED_STEPS = 1000  # of requests, over which the accept length is judged
 LOW_ACCEPT_LENGTH = 1.3  # tokens a step; no draft of a matching pair is known to stay below
-
-
-class StepObserver(Protocol):
-    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
-        """See a step: the verify width, and the number of accepted drafts, of each request."""
 
 
 class AcceptanceHistogram(list[int]):
@@ -36,15 +33,50 @@ class AcceptanceHistogram(list[int]):
     steps: deque[Step] | None = None  # the last ones, of a request that is watched
 
 
+class RequestCounts:
+    """Counts the accepted and the verified drafts of each request, for its `meta_info`."""
+
+    def observe(self, step: CommittedStep) -> None:
+        for req, width, accepted in zip(step.reqs, step.widths, step.accepted, strict=True):
+            if not isinstance(req.spec_correct_drafts_histogram, AcceptanceHistogram):
+                req.spec_correct_drafts_histogram = AcceptanceHistogram()
+            req.update_spec_correct_drafts_histogram(accepted)
+            req.spec_correct_drafts_histogram.num_verified += width - 1
+
+
+class StepLog:
+    """Keeps the last steps of requests that are watched, behind `RequestCounts`.
+
+    The host waits for a copy of their drafts, and so for all work that is queued.
+    """
+
+    def observe(self, step: CommittedStep) -> None:
+        if not any(is_watched(req) for req in step.reqs):
+            return
+        now, drafts = time.monotonic(), step.drafted.token_ids[:, 1:].tolist()
+        for req, ids, width, each in zip(
+            step.reqs, drafts, step.widths, step.committed, strict=True
+        ):
+            if not is_watched(req):
+                continue
+            histogram, count = req.spec_correct_drafts_histogram, len(each.tokens)
+            if histogram.steps is None:
+                histogram.steps = new_log()
+            place = len(req.output_ids) - count
+            histogram.steps.append(
+                Step(ids, width - 1, each.num_accepted, count, place, len(step.reqs), now)
+            )
+
+
 class MeanWidth:
     """The mean verify width since it was asked for last."""
 
     def __init__(self) -> None:
         self._steps = self._positions = 0
 
-    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
-        self._steps += len(widths)
-        self._positions += sum(widths)
+    def observe(self, step: CommittedStep) -> None:
+        self._steps += len(step.widths)
+        self._positions += sum(step.widths)
 
     def take(self) -> float:
         """Positions of a step, and begin anew. 1 if there was no step."""
@@ -61,9 +93,9 @@ class LowAcceptance:
         self._steps = self._accepted = 0
         self._is_low = False
 
-    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
-        self._steps += len(widths)
-        self._accepted += sum(accepted)
+    def observe(self, step: CommittedStep) -> None:
+        self._steps += len(step.widths)
+        self._accepted += sum(step.accepted)
         if self._steps < WATCHED_STEPS:
             return
         steps, length = self._steps, 1 + self._accepted / self._steps
@@ -121,8 +153,8 @@ class StepMetrics:
             for part in ("draft", "verify", "commit")
         }
 
-    def observe(self, widths: Sequence[int], accepted: Sequence[int]) -> None:
-        drafts = len(self._drafted)
+    def observe(self, step: CommittedStep) -> None:
+        widths, accepted, drafts = step.widths, step.accepted, len(self._drafted)
         self._steps.inc(len(widths))
         self._cut.inc(sum(drafts + 1 - width for width in widths))
         verified = _reaching([width - 1 for width in widths], drafts)

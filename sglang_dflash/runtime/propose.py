@@ -13,6 +13,7 @@ from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.model.vocabulary import CERTAIN
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.draft_window import DraftWindow
+from sglang_dflash.runtime.step_clock import StepClock
 
 
 class Drafter:
@@ -25,10 +26,15 @@ class Drafter:
         window: DraftWindow | None,
         block_size: int,
         kernels: Kernels,
+        clock: StepClock,
     ) -> None:
         """table: [R, C] int32, `req_to_token` of target and draft; block_size: positions N."""
-        self._runner, self._table, self._window = runner, table, window
-        self._block_size, self._kernels = block_size, kernels
+        self._runner = runner
+        self._table = table
+        self._window = window
+        self._block_size = block_size
+        self._kernels = kernels
+        self._clock = clock
         draft = runner.model.dflash
         self._mask_token_id = draft.mask_token_id
         self._draft_width = draft.width_of(block_size)
@@ -42,6 +48,12 @@ class Drafter:
         seq_lens_cpu: [B] int64 on the host, at least `seq_lens`, and exactly `seq_lens` for
         FlashInfer. Afterwards the block's slots hold the K/V of the draft's masks.
         """
+        with self._clock("draft"):
+            return self._propose(batch, anchors, seq_lens, seq_lens_cpu)
+
+    def _propose(
+        self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> DFlashBlock:
         rows = batch.req_pool_indices
         token_ids, positions, slots = self._kernels.next_block(
             anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id

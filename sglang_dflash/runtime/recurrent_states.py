@@ -11,7 +11,7 @@ request instead. That one holds the state behind the last multiple of an interva
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -21,24 +21,7 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.replay_states import Copies, Layer, Weights
-
-
-class TargetStates(Protocol):
-    """A policy: what the target keeps of a request besides KV."""
-
-    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
-        """Advance the states by committed tokens, before the next forward of the target.
-
-        rows: [B] int64, the request rows of the last verify, in its order; taken: the number of
-        tokens that each request took, at least 1; lens: all its committed tokens, these included.
-        """
-
-
-class NoStates:
-    """For targets that have only KV."""
-
-    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
-        pass
+from sglang_dflash.runtime.policies import NoStates, TargetStates
 
 
 class RecurrentStates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from sglang.srt.environ import envs
@@ -25,7 +26,7 @@ from sglang_dflash.kernels import Kernels
 from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.runtime.logit_rules import one_token_a_step
 from sglang_dflash.runtime.sample import TargetSampler
-from sglang_dflash.runtime.verify_graphs import VerifyGraphs
+from sglang_dflash.runtime.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +61,34 @@ class Verified:
         return self.result.logits_output
 
 
+class TargetGraphs(Protocol):
+    """The target's graphs, of each verify width."""
+
+    def use(self, width: int) -> None:
+        """Verify this width from now on."""
+
+    def use_whole(self) -> None:
+        """Verify whole blocks from now on."""
+
+    def capture(self) -> None:
+        """Capture anew."""
+
+
 class Verifier:
     def __init__(
         self,
         target: TpModelWorker,
         sampler: TargetSampler,
-        graphs: VerifyGraphs,
+        graphs: TargetGraphs,
         kernels: Kernels,
+        clock: StepClock,
     ) -> None:
-        self._target, self._sampler, self._graphs = target, sampler, graphs
-        self._runner, self._kernels = target.model_runner, kernels
+        self._target = target
+        self._runner = target.model_runner
+        self._sampler = sampler
+        self._graphs = graphs
+        self._kernels = kernels
+        self._clock = clock
         self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
         self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()  # 0: the drafts decide
         if self._simulated_length > 0:
@@ -102,6 +121,10 @@ class Verifier:
 
     def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         """Run the target over the block, and accept the drafts that equal its own draws."""
+        with self._clock("verify"):
+            return self._verify(batch, block)
+
+    def _verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
         self._graphs.use(block.draft_token_num)
         simulated = self._simulated(batch, block) if self._simulated_length > 0 else None
         result = self._forward(batch, block)

@@ -33,6 +33,9 @@ class VerifyGraphs:
                 captured = graphs and type(graphs)(runner, attn_backend=backend)
             self._pairs[width] = backend, captured
 
+    def use_whole(self) -> None:
+        self.use(self._runner.server_args.speculative_num_draft_tokens)
+
     def use(self, width: int) -> None:
         """Verify this width from now on."""
         if not self._any_width:

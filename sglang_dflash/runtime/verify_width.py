@@ -6,7 +6,6 @@ A policy is made once, at construction. `choose` cuts a block; the choice then l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -16,29 +15,6 @@ from sglang_dflash.runtime.block import DFlashBlock
 
 PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
 WORTH = 1.1  # the host waits for a draft only if a step can get this much faster
-
-
-class Choice(Protocol):
-    """The part of a block that a step verifies."""
-
-    @property
-    def block(self) -> DFlashBlock: ...
-
-    def learn(self, num_accepted: Tensor) -> None:
-        """num_accepted: [B] int64 on the host, the accepted drafts of the step."""
-
-
-class VerifyWidth(Protocol):
-    """A policy."""
-
-    def choose(self, block: DFlashBlock) -> Choice:
-        """Cut a drafted block."""
-
-    def verifies_whole(self, requests: int) -> bool:
-        """Whether blocks of so many requests are verified whole. It is known before the draft.
-
-        The verify of such a block can be planned ahead.
-        """
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_the_host_waits_once(
 def test_counting_waits_for_nothing(small: Path) -> None:
     """Parts are timed by events on the device, which are read when they are over."""
     with engine(small, "fa3", cuda_graph_bs=[4]) as run:
-        run.worker.count_steps({"model_name": "small"})
+        run.worker.report.count_steps({"model_name": "small"})
         steady(run)
         for _ in range(2):
             *_, waits = watched_step(run)

@@ -131,9 +131,9 @@ WHOSE = """
     [
         pytest.param(
             "",
-            "sglang_dflash.runtime.worker",
+            "sglang_dflash.build",
             "sglang_dflash.plugin",
-            ["dflash", "dflash_cpu"],
+            ["dflash", "dflash_cpu", "dflash_guard"],
             id="all",
             marks=pytest.mark.full,  # every server of ours shows it
         ),

@@ -14,26 +14,34 @@ from sglang_dflash.runtime.metrics import (
     LowAcceptance,
     MeanWidth,
 )
+from sglang_dflash.runtime.policies import Committed, CommittedStep
 from test.inprocess import InProcess
 from test.worker.conftest import force, prompt
 
 RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
 
 
+def step(widths: list[int], accepted: list[int]) -> CommittedStep:
+    """A step of which only these are known."""
+    committed = [Committed([], number) for number in accepted]
+    return CommittedStep([], None, widths, committed)  # type: ignore[arg-type]
+
+
 def test_the_mean_width_begins_anew() -> None:
     widths = MeanWidth()
     assert widths.take() == 1.0
-    widths.observe([8, 2, 5], [7, 0, 1])
-    widths.observe([1], [0])
+    widths.observe(step([8, 2, 5], [7, 0, 1]))
+    widths.observe(step([1], [0]))
     assert widths.take() == 4.0
-    widths.observe([3], [2])
+    widths.observe(step([3], [2]))
     assert widths.take() == 3.0
 
 
 def observe(watch: LowAcceptance, length: float) -> None:
     """As many steps as are judged together."""
     accepted = round((length - 1) * WATCHED_STEPS)
-    watch.observe([16] * WATCHED_STEPS, [1] * accepted + [0] * (WATCHED_STEPS - accepted))
+    each = [1] * accepted + [0] * (WATCHED_STEPS - accepted)
+    watch.observe(step([16] * WATCHED_STEPS, each))
 
 
 def test_low_acceptance_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

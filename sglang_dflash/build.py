@@ -1,0 +1,134 @@
+"""Builds a `DFlashWorker` from its parts. Nothing else knows all of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.compatibility import check_loaded_adapters, longest_request
+from sglang_dflash.draft_worker import make_draft_worker
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.options import Options
+from sglang_dflash.platforms import platform_of, verify_backend
+from sglang_dflash.runtime.commit import Committer
+from sglang_dflash.runtime.draft_ahead import DraftAhead, DraftLater
+from sglang_dflash.runtime.draft_window import DraftWindow
+from sglang_dflash.runtime.policies import NextDraft, VerifyWidth
+from sglang_dflash.runtime.prefill import Prefill
+from sglang_dflash.runtime.propose import Drafter
+from sglang_dflash.runtime.recurrent_states import states_of
+from sglang_dflash.runtime.sample import TargetSampler
+from sglang_dflash.runtime.slots import Slots
+from sglang_dflash.runtime.step_clock import StepClock
+from sglang_dflash.runtime.step_times import StepTimer
+from sglang_dflash.runtime.verify import Verifier
+from sglang_dflash.runtime.verify_graphs import VerifyGraphs
+from sglang_dflash.runtime.verify_width import AdaptiveWidth, FixedWidth
+from sglang_dflash.runtime.worker import DFlashWorker
+from sglang_dflash.runtime.worker_report import Report
+from sglang_dflash.target_kv import check_loaded_kv
+
+logger = logging.getLogger(__name__)
+
+
+def build_worker(
+    server_args: ServerArgs, target_worker: TpModelWorker, **place: Any
+) -> DFlashWorker:
+    """The worker of one rank. place: GPU, ranks and port, as SGLang passes them to every worker.
+
+    Raises `Refusal` for a target that cannot be served, which is known only when it is loaded.
+    """
+    target = target_worker.model_runner
+    check_loaded_kv(server_args, target)
+    check_loaded_adapters(server_args, target.model)
+    options, platform = Options.read(server_args), platform_of(server_args)
+    kernels, clock = Kernels.on(target_worker.device), StepClock(platform.queues_work)
+    pool, allocator = target_worker.get_memory_pool()
+    slots = Slots(pool, allocator, options.reserved_tokens)
+    # FlashInfer plans a forward on the host, by the true lengths.
+    exact_lengths = server_args.speculative_draft_attention_backend == "flashinfer"
+    window = None
+    if server_args.speculative_draft_window_size is not None:
+        window = DraftWindow(
+            pool,
+            server_args.speculative_draft_window_size,
+            options.block_size,
+            server_args.page_size,
+            exact_lengths,
+        )
+    draft_worker = make_draft_worker(
+        server_args,
+        target_worker,
+        pool if window is None else window.pool,
+        kernels,
+        weigh=len(options.verify_widths) > 1,
+        **place,
+    )
+    draft = draft_worker.model_runner
+    drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
+    context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels)
+    sampler = TargetSampler(target.sampler, kernels)
+    graphs = VerifyGraphs(target, options.verify_widths, platform.unequal_widths)
+    verifier = Verifier(target_worker, sampler, graphs, kernels, clock)
+    verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
+    next_draft: NextDraft = DraftLater()
+    if options.draft_ahead:
+        next_draft = DraftAhead(
+            drafter,
+            verifier,
+            slots,
+            verify_width,
+            target_worker.model_config.context_len,
+            exact_lengths=exact_lengths,
+            plans=verify_backend(server_args) != "flashinfer",
+        )
+    report = Report(server_args, draft, options, clock)
+    if place["tp_rank"] == 0:
+        report.begin()
+    _keep_block_in_pool(target_worker, options.reserved_tokens)
+    return DFlashWorker(
+        target_worker,
+        draft_worker,
+        slots=slots,
+        drafter=drafter,
+        context_kv=context_kv,
+        prefill=Prefill(target_worker, sampler, context_kv),
+        verifier=verifier,
+        verify_width=verify_width,
+        next_draft=next_draft,
+        committer=Committer(states_of(target, kernels), report.observers, clock),
+        graphs=graphs,
+        report=report,
+    )
+
+
+def _verify_width(
+    server_args: ServerArgs,
+    options: Options,
+    target: ModelRunner,
+    drafter: Drafter,
+    verifier: Verifier,
+    context_kv: ContextKV,
+) -> VerifyWidth:
+    """The policy for these widths. `auto` measures the times of steps first."""
+    widths, block_size = options.verify_widths, options.block_size
+    if len(widths) == 1:
+        return FixedWidth(widths[0], block_size)
+    window = server_args.speculative_draft_window_size
+    timer = StepTimer(target, drafter, verifier, context_kv, window, block_size)
+    # SGLang's 3-D positions need equal widths.
+    unequal = platform_of(server_args).unequal_widths and not target.model_is_mrope
+    return AdaptiveWidth(block_size, timer.measure(widths), unequal)
+
+
+def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
+    """Bound request lengths so that the slots reserved for the longest one fit the KV pool."""
+    room = longest_request(target.max_total_num_tokens, reserved, target.server_args.page_size)
+    if room < target.max_req_len:
+        logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
+        target.max_req_len, target.max_req_input_len = room, room - 5

@@ -1,0 +1,108 @@
+"""What a step is handed: policies that are chosen once, and observers that see each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from torch import Tensor
+
+from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.runtime.state import HostCopy
+from sglang_dflash.runtime.verify import Verified
+
+
+class Choice(Protocol):
+    """The part of a block that a step verifies."""
+
+    @property
+    def block(self) -> DFlashBlock: ...
+
+    def learn(self, num_accepted: Tensor) -> None:
+        """num_accepted: [B] int64 on the host, the accepted drafts of the step."""
+
+
+class VerifyWidth(Protocol):
+    """How many positions of a drafted block the target verifies."""
+
+    def choose(self, block: DFlashBlock) -> Choice:
+        """Cut a drafted block."""
+
+    def verifies_whole(self, requests: int) -> bool:
+        """Whether blocks of so many requests are verified whole. It is known before the draft.
+
+        The verify of such a block can be planned ahead.
+        """
+
+
+class NextDraft(Protocol):
+    """The block that is drafted after a step or a prefill, or None to draft it later."""
+
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
+        """anchors: [B] int64, the first tokens."""
+
+    def after_verify(
+        self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
+    ) -> DFlashBlock | None:
+        """copy: of `Accepted.packed`."""
+
+
+class TargetStates(Protocol):
+    """What the target keeps of a request besides KV."""
+
+    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
+        """Advance the states by committed tokens, before the next forward of the target.
+
+        rows: [B] int64, the request rows of the last verify, in its order; taken: the number of
+        tokens that each request took, at least 1; lens: all its committed tokens, these included.
+        """
+
+
+class NoStates:
+    """For targets that have only KV."""
+
+    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The tokens that a request took in a step, at least one."""
+
+    tokens: list[int]
+    num_accepted: int  # drafts among them
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """What a step did, by request."""
+
+    reqs: list[Req]
+    drafted: DFlashBlock  # the whole block, of which a part was verified
+    widths: list[int]  # positions that were verified
+    committed: list[Committed]
+
+    @property
+    def accepted(self) -> list[int]:
+        """The number of accepted drafts."""
+        return [each.num_accepted for each in self.committed]
+
+
+class StepObserver(Protocol):
+    """Sees each step when it is committed, and changes nothing of it."""
+
+    def observe(self, step: CommittedStep) -> None: ...
+
+
+class WorkerReport(Protocol):
+    """What SGLang's reports ask of a worker."""
+
+    def take_mean_width(self) -> float:
+        """The mean verify width since this was asked last."""
+
+    def count_steps(self, labels: dict[str, Any]) -> None:
+        """Count steps and time their parts for Prometheus. labels: SGLang's, with their values."""
+
+    def description(self) -> dict[str, Any]:
+        """The draft and how it is served, for `/server_info`."""

@@ -1,0 +1,78 @@
+"""What a worker says of itself: in the log, in `/server_info`, and by counts of its steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash import __version__
+from sglang_dflash.options import Options
+from sglang_dflash.runtime.metrics import (
+    LowAcceptance,
+    MeanWidth,
+    RequestCounts,
+    StepLog,
+    StepMetrics,
+)
+from sglang_dflash.runtime.policies import StepObserver
+from sglang_dflash.runtime.step_clock import StepClock
+
+logger = logging.getLogger(__name__)
+
+
+class Report:
+    """The reports of one rank."""
+
+    def __init__(
+        self, server_args: ServerArgs, draft: ModelRunner, options: Options, clock: StepClock
+    ) -> None:
+        self._server_args = server_args
+        self._draft = draft
+        self._options = options
+        self._clock = clock
+        self._mean_width = MeanWidth()
+        self.observers: list[StepObserver] = [RequestCounts(), StepLog(), self._mean_width]
+
+    def begin(self) -> None:
+        """Log how the draft is served, and watch its acceptance. One rank does this."""
+        self.observers.append(LowAcceptance(self._options.block_size))
+        convolves = self._draft.model.dflash.convolution is not None
+        if convolves and self._draft.dtype == torch.float16:
+            logger.warning(
+                "DFLASH: a DFlash 2 draft can overflow in float16, and then few drafts are "
+                "accepted. Give --dtype bfloat16."
+            )
+        described = self.description()
+        version = described.pop("version")
+        fields = " ".join(f"{name}={value}" for name, value in described.items())
+        logger.info("sglang-dflash %s: %s", version, fields)
+
+    def take_mean_width(self) -> float:
+        return self._mean_width.take()
+
+    def count_steps(self, labels: dict[str, Any]) -> None:
+        metrics = StepMetrics(self._options.block_size, labels)
+        self.observers.append(metrics)
+        for part, histogram in metrics.seconds.items():
+            self._clock.observe[part] = histogram.observe
+
+    def description(self) -> dict[str, Any]:
+        args, draft, options = self._server_args, self._draft.model.dflash, self._options
+        return {
+            "version": __version__,
+            "draft": args.speculative_draft_model_path,
+            "family": draft.family,
+            "format": draft.format,
+            "block_size": options.block_size,
+            "verify_width": options.shown_width,
+            "draft_ahead": "on" if options.draft_ahead else "off",
+            "layers": draft.num_layers,
+            "target_layer_ids": list(draft.target_layer_ids),
+            "target_attention": "/".join(sorted(set(args.get_attention_backends()))),
+            "draft_attention": self._draft.server_args.attention_backend,
+            "tp": args.tp_size,
+        }
