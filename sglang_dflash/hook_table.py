@@ -207,6 +207,12 @@ DFLASH_HOOKS = (
         "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
     ),
     Hook(
+        "entrypoints.context.SimpleContext.append_output",
+        "AROUND",
+        "requests.streamed_text:of_responses",
+        "with --incremental-streaming-output, a streamed response would be its last chunk",
+    ),
+    Hook(
         "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
         "AROUND",
         "requests.other_apis:refuse_anthropic",
