@@ -116,6 +116,12 @@ ROWS = (
         "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
     ),
     (
+        "entrypoints.context.SimpleContext.append_output",
+        "AROUND",
+        "streamed_text:of_responses",
+        "with --incremental-streaming-output, a streamed response would be its last chunk",
+    ),
+    (
         "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
         "AROUND",
         "other_apis:refuse_anthropic",

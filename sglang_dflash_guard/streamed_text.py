@@ -1,8 +1,9 @@
-"""Streamed text of two APIs, which lose some of it: OpenAI's completions, and Ollama's.
+"""Streamed text of three APIs, which lose some of it: OpenAI's completions and responses, Ollama's.
 
-They cut what was sent off the text so far. With --incremental-streaming-output, each chunk of
-SGLang's tokenizer manager holds its new text only. Ollama's also drop the text of the last chunk:
-a token without speculation, and up to a block with it.
+With --incremental-streaming-output, each chunk of SGLang's tokenizer manager holds its new text
+only. Completions and Ollama's streams cut what was sent off it, and a response is the last chunk.
+Ollama's also drop the text of the last chunk: a token without speculation, and up to a block with
+it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import AsyncIterator
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
+
+from sglang.srt.server_args import get_global_server_args
 
 
 def of_completions(original: Any, serving: Any, *request: Any) -> Any:
@@ -24,6 +27,14 @@ def of_completions(original: Any, serving: Any, *request: Any) -> Any:
 def of_ollama(original: Any, serving: Any, *request: Any) -> Any:
     """AROUND `OllamaServing._stream_chat_response` and `._stream_generate_response`."""
     return original(_reading(serving, _text_before_the_end), *request)
+
+
+def of_responses(original: Any, context: Any, chunk: Any) -> None:
+    """AROUND `SimpleContext.append_output`, which keeps the last chunk of a response."""
+    before = context.last_output
+    if before is not None and get_global_server_args().incremental_streaming_output:
+        chunk = {**chunk, "text": before["text"] + chunk["text"]}
+    original(context, chunk)
 
 
 def _reading(serving: Any, stream: Any) -> Any:

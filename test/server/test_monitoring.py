@@ -79,7 +79,7 @@ def watching(server: Client, folder: Path) -> Iterator[Prometheus]:
 def is_scraping(prometheus: Prometheus) -> bool:
     try:
         return prometheus.values("up") == [1.0]
-    except requests.ConnectionError:
+    except requests.RequestException:  # also HTTP 503 without JSON, while it starts
         return False
 
 

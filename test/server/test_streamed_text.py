@@ -113,6 +113,27 @@ def test_chat(incremental: Client, logprobs: bool) -> None:
         assert tokens == [entry["token"] for entry in whole["logprobs"]["content"]]
 
 
+def test_responses(incremental: Client) -> None:
+    """SGLang's last event has the text of the last chunk."""
+    body = {"model": "x", "input": PROMPTS[0], "temperature": 0, "max_output_tokens": 60}
+    whole = incremental.post("/v1/responses", body).json()
+    *_, last = events(incremental, "/v1/responses", body)
+    assert last["type"] == "response.completed"
+    [said], [streamed] = (
+        [part["text"] for item in answer["output"] for part in item["content"]]
+        for answer in (whole, last["response"])
+    )
+    assert streamed == said
+
+
+def test_messages(incremental: Client) -> None:
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    body = {"model": "x", "messages": messages, "temperature": 0, "max_tokens": 60}
+    [said] = incremental.post("/v1/messages", body).json()["content"]
+    deltas = [event.get("delta", {}) for event in events(incremental, "/v1/messages", body)]
+    assert "".join(delta.get("text", "") for delta in deltas) == said["text"]
+
+
 def joins(client: Client, path: str, body: dict[str, Any]) -> None:
     """The streamed text of Ollama's API is that of the answer that is not streamed."""
 
