@@ -64,10 +64,11 @@ def metadata(archive: Path) -> str:
 
 
 def test_the_wheel_is_small(built: Path) -> None:
-    """It has the package alone: no weights, tests or recipes."""
+    """It has the package and the guard: no weights, tests or recipes."""
     package = wheel(built, "sglang_dflash")
     assert package.stat().st_size < MOST_BYTES
-    assert {Path(name).parts[0].partition("-")[0] for name in held(package)} == {"sglang_dflash"}
+    tops = {Path(name).parts[0].partition("-")[0] for name in held(package)}
+    assert tops == {"sglang_dflash", "sglang_dflash_guard"}
     assert not any(name.endswith(".safetensors") for name in held(package))
     assert "sglang_dflash/watch/page.html" in held(package)
     assert "sglang_dflash/py.typed" in held(package)
