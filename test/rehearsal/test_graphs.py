@@ -112,7 +112,7 @@ def test_hidden_states_left_in_the_graphs_memory(
 ) -> None:
     """A mutation: no copy of them is kept."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
-    verify = "runtime.verify:Verifier.verify"
+    verify = "runtime.verify:Verifier._verify"
     mutate(monkeypatch, verify, "output.hidden_states.clone()", "output.hidden_states")
     with pytest.raises(AssertionError):
         same_states(small)
@@ -163,7 +163,7 @@ def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 AGREED = "model.vocabulary:Vocabulary._agreed"
 REFUSED = [
-    ("runtime.propose:Drafter.propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
+    ("runtime.propose:Drafter._propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
     (AGREED, "index, value, mass = found", "index, value, mass = found; int(index[0])"),
     (AGREED, "index, value, mass = found", "index, value, mass = found; value[value > 0].sum()"),
 ]

@@ -104,7 +104,7 @@ def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.Mon
             "return tokens",
             "tokens.max().item(); return tokens",
         ),
-        ("runtime.propose:Drafter.propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
+        ("runtime.propose:Drafter._propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
     ],
 )
 def test_a_second_wait_is_seen(

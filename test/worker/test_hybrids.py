@@ -167,11 +167,11 @@ REPLAY = "self._kernels.replay_states("
 MUTATIONS = {
     "none": ("runtime.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
     "all accepted": (
-        "runtime.commit:Committer.commit",
+        "runtime.commit:Committer._commit",
         COUNT,
         "(outcome.num_accepted + 1).tolist()",
     ),
-    "one of each": ("runtime.commit:Committer.commit", COUNT, "[1] * len(tokens)"),
+    "one of each": ("runtime.commit:Committer._commit", COUNT, "[1] * len(tokens)"),
 }
 
 
