@@ -1,1 +1,1 @@
-"""Watch a DFLASH server draft: a page for a browser, and a chat for a terminal."""
+"""The page that shows blocks while they are drafted and verified."""

@@ -1,0 +1,1 @@
+"""The verify width by expected throughput."""

@@ -1,1 +1,0 @@
-"""Changes to SGLang's CUDA attention backends, so that they serve blocks."""

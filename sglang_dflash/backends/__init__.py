@@ -1,0 +1,1 @@
+"""SGLang's attention backends, taught to serve blocks."""

@@ -1,0 +1,1 @@
+"""The formats of drafts: each reads its config.json into a `DFlashConfig`."""

@@ -1,1 +1,0 @@
-"""The method in pure torch. Nothing in this folder imports SGLang."""

@@ -1,0 +1,1 @@
+"""The one place that knows this SGLang: hooks, server arguments, capture, pools."""

@@ -1,0 +1,1 @@
+"""The heads that turn hidden states into drafted tokens."""

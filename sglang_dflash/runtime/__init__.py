@@ -1,1 +1,0 @@
-"""The decode step: propose, verify, commit."""

@@ -1,0 +1,1 @@
+"""The decode step. It knows protocols, and no wing."""

@@ -1,0 +1,1 @@
+"""Streams whose chunks have several tokens."""
