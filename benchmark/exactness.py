@@ -19,7 +19,7 @@ from benchmark import machine
 from benchmark.load import accept_length_of
 from benchmark.sides import add_axes, add_server_options, make_side, serving
 from benchmark.workloads import bundled
-from sglang_dflash.launch import ServerFailed, interrupt_on_signals
+from sglang_dflash.tools.launch import ServerFailed, interrupt_on_signals
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 NEAR_TIE = 0.25  # nats: two units of a logit of bf16 between 16 and 32; chosen, not derived

@@ -24,10 +24,10 @@ from rich.table import Table
 
 from benchmark.load import Settings, answer_all, stream_all
 from benchmark.workloads import Prompt
-from sglang_dflash import serve
-from sglang_dflash.launch import Server, interrupt_on_signals
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools import serve
+from sglang_dflash.tools.launch import Server, interrupt_on_signals
 
 GUIDELLM, AIPERF = "guidellm==0.8.1", "aiperf==0.13.0"
 SECONDS = 1800  # of a tool, with its installation

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_dflash.launch import Server, ServerFailed
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tools.launch import Server, ServerFailed
 
 TIMERS = "dflash_step_timers"
 PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}

@@ -23,8 +23,8 @@ from benchmark import machine
 from benchmark.load import Answer, accept_length
 from benchmark.sides import add_axes, add_server_options, make_side, serving
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.core.simulate import simulated_commit
-from sglang_dflash.launch import Server, ServerFailed, interrupt_on_signals
+from sglang_dflash.method.simulate import simulated_commit
+from sglang_dflash.tools.launch import Server, ServerFailed, interrupt_on_signals
 
 PARTS = ("step", "host", "scheduler", "draft", "verify", "context_kv")
 WARM_UP_STEPS = 3  # of every batch

@@ -26,8 +26,8 @@ from benchmark.load import Answer, Settings, accept_length, answer_all, stream_a
 from benchmark.sides import FAMILIES, add_axes, add_server_options, make_side, serving
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
-from sglang_dflash.launch import ServerFailed, interrupt_on_signals
 from sglang_dflash.tiny import TARGET
+from sglang_dflash.tools.launch import ServerFailed, interrupt_on_signals
 
 AXES = ("block_size", "verify_width", "tp", "page_size", "attention_backend")
 WARM_UP_PROMPTS = 8

@@ -20,7 +20,7 @@ from typing import Any
 import requests
 
 from benchmark.sides import add_axes, add_server_options, make_side, serving
-from sglang_dflash.launch import Server, ServerFailed, interrupt_on_signals
+from sglang_dflash.tools.launch import Server, ServerFailed, interrupt_on_signals
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 
 sys.exit(main())

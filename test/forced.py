@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.draft_ahead import DraftAhead
-from sglang_dflash.runtime.propose import Drafter
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.draft_ahead import DraftAhead
+from sglang_dflash.step.propose import Drafter
 
 
 def put_drafter(worker: Any, drafter: Any) -> None:

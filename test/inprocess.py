@@ -34,7 +34,7 @@ from sglang.srt.model_executor import input_buffers
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from sglang_dflash.launch import free_port
+from sglang_dflash.tools.launch import free_port
 
 _ids = itertools.count()
 

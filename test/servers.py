@@ -14,8 +14,8 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tools.launch import Server
 from test.adapters import write_adapter
 from test.plugins import distribution
 from training.families import assemble

@@ -111,7 +111,7 @@ class SimulatedAcceptance:
 
     def plan(self, verify_input: Any, *, batch: Any, **_: Any) -> None:
         """BEFORE `DFlashVerifyInput.verify`."""
-        from sglang_dflash.core.simulate import simulated_commit
+        from sglang_dflash.method.simulate import simulated_commit
 
         assert batch.sampling_info.is_all_greedy, "simulated acceptance needs temperature 0"
         self._commits = [

@@ -13,12 +13,12 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.core.throughput import Array, StepTimes, without_outliers
+from sglang_dflash.adaptive.throughput import Array, StepTimes, without_outliers
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.propose import Drafter
-from sglang_dflash.runtime.verify import Verifier
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.propose import Drafter
+from sglang_dflash.step.verify import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from sglang_dflash.core.throughput import Array, StepTimes, Survival, common_width, own_widths
-from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.adaptive.throughput import Array, StepTimes, Survival, common_width, own_widths
+from sglang_dflash.step.block import DFlashBlock
 
 PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
 WORTH = 1.1  # the host waits for a draft only if a step can get this much faster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.kernels.page_tables import fill_tables
+from sglang_dflash.backends.page_tables import fill_tables
 
 
 def leave_to_the_graph(

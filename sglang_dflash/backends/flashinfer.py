@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.runtime.block import DFlashBlock
 from sglang_dflash.seam.patched import temporarily
+from sglang_dflash.step.block import DFlashBlock
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-    AttnForwardMethod,
-)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 
@@ -86,28 +82,6 @@ class Segment:
         if view.anchor_window is not None:
             seen = seen & (key >= kv - q - view.anchor_window)
         return seen
-
-
-def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `ModelRunner._get_attention_backend_from_str`: `torch_native` is `TorchAttention`."""
-    if name != "torch_native":
-        return original(runner, name, *args, **kwargs)
-    if runner.hybrid_gdn_config is None:
-        return attn_backend_wrapper(runner, TorchAttention(runner))
-    from sglang_dflash.cpu.gated_delta_net import hybrid_attention  # imports Triton kernels
-
-    return hybrid_attention(runner, TorchAttention(runner))
-
-
-def latent_handler(original: Any, registry: Any, name: str) -> Any:
-    """AROUND `AttentionBackendRegistry.get_handler`, for targets with latent attention (MLA).
-
-    SGLang has no handler of `torch_native` and takes that of Triton. It computes some prefills from
-    the K and V of each head, but `TorchAttention` reads the pool, which holds latent vectors.
-    """
-    if name != "torch_native":
-        return original(registry, name)
-    return lambda attention, forward_batch: AttnForwardMethod.MLA
 
 
 def queries_of(forward_batch: ForwardBatch) -> list[int]:

@@ -25,7 +25,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_dflash.cpu.torch_attention import TorchAttention, queries_of
+from sglang_dflash.cpu.attention import TorchAttention, queries_of
 from sglang_dflash.kernels.replay_states import Chunk, convolved, gates, unit
 
 CHUNK = 64  # tokens; the work of a chunk grows with their square

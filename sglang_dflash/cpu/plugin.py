@@ -10,35 +10,35 @@ CPU_HOOKS = (
     Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AROUND",
-        "cpu.torch_attention:attention_backend",
+        "cpu.backends:attention_backend",
         "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
     ),
     Hook(
         "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         "AROUND",
-        "cpu.torch_attention:latent_handler",
+        "cpu.backends:latent_handler",
         "SGLang computes a prefill from K and V of each head, which the pool does not have",
     ),
     Hook(
         "layers.rotary_embedding.factory.get_rope_cpu",
         "AROUND",
-        "cpu.stand_ins:plain_rope",
+        "cpu.shims:plain_rope",
         "SGLang makes no plain RoPE for latent attention on a CPU",
     ),
     Hook(
         "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         "REPLACE",
-        "cpu.stand_ins:no_kv_copy_kernel",
+        "cpu.shims:no_kv_copy_kernel",
         "Triton kernel",
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
         "BEFORE",
-        "cpu.stand_ins:limit_states",
+        "cpu.shims:limit_states",
         "SGLang sizes recurrent states for a GPU",
     ),
     *(
-        Hook(f"lora.{function}", "AROUND", "cpu.stand_ins:without_pinning", "pins memory")
+        Hook(f"lora.{function}", "AROUND", "cpu.shims:without_pinning", "pins memory")
         for function in (
             "lora_manager.LoRAManager.init_state",
             "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
@@ -47,20 +47,20 @@ CPU_HOOKS = (
     Hook(
         "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "REPLACE",
-        "cpu.stand_ins:alloc_extend",
+        "cpu.shims:alloc_extend",
         "Triton kernel",
     ),
     Hook(
         "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
         "REPLACE",
-        "cpu.stand_ins:alloc_decode",
+        "cpu.shims:alloc_decode",
         "Triton kernel",
     ),
     *(
         Hook(
             f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
             "AROUND",
-            "cpu.stand_ins:apply_vocab_mask",
+            "cpu.shims:apply_vocab_mask",
             "no CPU branch",
         )
         for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
@@ -68,31 +68,31 @@ CPU_HOOKS = (
     Hook(
         "server_args.ServerArgs._handle_cpu_backends",
         "BEFORE",
-        "cpu.stand_ins:default_backend",
+        "cpu.shims:default_backend",
         "SGLang's default backend needs AMX and cannot verify",
     ),
     Hook(
         "server_args.ServerArgs._handle_deterministic_inference",
         "AROUND",
-        "cpu.stand_ins:seeded_draws",
+        "cpu.shims:seeded_draws",
         "SGLang's lists of backends whose draws may be seeded lack torch_native",
     ),
     Hook(
         "layers.utils.hash.murmur_hash32",
         "REPLACE",
-        "cpu.stand_ins:murmur_hash32",
+        "cpu.shims:murmur_hash32",
         "Triton kernel",
     ),
     Hook(
         "batch_invariant_ops.enable_batch_invariant_mode",
         "REPLACE",
-        "cpu.stand_ins:keep_aten",
+        "cpu.shims:keep_aten",
         "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
     Hook(
         "arg_groups.speculative_hook.handle_speculative_decoding",
         "AFTER",
-        "cpu.stand_ins:default_limits",
+        "cpu.shims:default_limits",
         "SGLang sizes KV for a GPU and needs a NUMA node per rank",
     ),
 )

@@ -224,7 +224,7 @@ def _bytes_bound(server_args: Any) -> int:
     itemsize = KV_ITEMSIZE.get(server_args.kv_cache_dtype, config.dtype.itemsize)
     per_token = config.num_hidden_layers * values * itemsize
     if is_dflash(server_args):
-        from sglang_dflash.server_args import draft_config
+        from sglang_dflash.checkpoint.served import draft_config
 
         draft = draft_config(server_args)
         per_token += draft.kv_bytes_per_token(config.dtype.itemsize)

@@ -9,29 +9,29 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.compatibility import check_loaded_adapters, longest_request
-from sglang_dflash.draft_worker import make_draft_worker
+from sglang_dflash.adaptive.step_times import StepTimer
+from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
+from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
+from sglang_dflash.engine.draft_worker import make_draft_worker
+from sglang_dflash.engine.refusals import check_loaded_adapters, longest_request
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.options import Options
-from sglang_dflash.platforms import platform_of, verify_backend
-from sglang_dflash.runtime.commit import Committer
-from sglang_dflash.runtime.draft_ahead import DraftAhead, DraftLater
-from sglang_dflash.runtime.draft_window import DraftWindow
-from sglang_dflash.runtime.policies import NextDraft, VerifyWidth
-from sglang_dflash.runtime.prefill import Prefill
-from sglang_dflash.runtime.propose import Drafter
-from sglang_dflash.runtime.recurrent_states import states_of
-from sglang_dflash.runtime.sample import TargetSampler
-from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.step_clock import StepClock
-from sglang_dflash.runtime.step_times import StepTimer
-from sglang_dflash.runtime.verify import Verifier
-from sglang_dflash.runtime.verify_graphs import VerifyGraphs
-from sglang_dflash.runtime.verify_width import AdaptiveWidth, FixedWidth
-from sglang_dflash.runtime.worker import DFlashWorker
-from sglang_dflash.runtime.worker_report import Report
-from sglang_dflash.target_kv import check_loaded_kv
+from sglang_dflash.report.worker import Report
+from sglang_dflash.settings.options import Options
+from sglang_dflash.settings.platforms import platform_of, verify_backend
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.commit import Committer
+from sglang_dflash.step.draft_ahead import DraftAhead, DraftLater
+from sglang_dflash.step.policies import NextDraft, VerifyWidth
+from sglang_dflash.step.prefill import Prefill
+from sglang_dflash.step.propose import Drafter
+from sglang_dflash.step.sample import TargetSampler
+from sglang_dflash.step.slots import Slots
+from sglang_dflash.step.verify import Verifier
+from sglang_dflash.step.window import DraftWindow
+from sglang_dflash.step.worker import DFlashWorker
+from sglang_dflash.targets.kv_dtype import check_loaded_kv
+from sglang_dflash.targets.recurrent_states import states_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def build_worker(
         verifier=verifier,
         verify_width=verify_width,
         next_draft=next_draft,
-        committer=Committer(states_of(target, kernels), report.observers, clock),
+        committer=Committer(states_of(target), report.observers, clock),
         graphs=graphs,
         report=report,
     )

@@ -13,8 +13,8 @@ from sglang.srt.server_args import (
     set_global_server_args_for_scheduler,
 )
 
+from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.server_args import draft_config
 
 
 def make_draft_worker(

@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sglang_dflash.hook_table import CUDA_HOOKS, DFLASH_HOOKS
+from sglang_dflash.engine.v0_5_13.hook_table import CUDA_HOOKS, DFLASH_HOOKS
 from sglang_dflash.seam.flags import is_dflash
 from sglang_dflash.seam.hook import missing, register
 from sglang_dflash.seam.http import HTTP_HOOKS, prepare
@@ -75,7 +75,7 @@ def _guard_dflash() -> None:
         _refuse_if_incomplete()
         from sglang.srt.models.registry import ModelRegistry
 
-        from sglang_dflash.build import build_worker
+        from sglang_dflash.engine.build import build_worker
 
         ModelRegistry.register("sglang_dflash.model", overwrite=True)
         return build_worker
@@ -83,7 +83,7 @@ def _guard_dflash() -> None:
     def guarded_handle(server_args: Any) -> None:
         if is_dflash(server_args):
             _refuse_if_incomplete()
-        from sglang_dflash.server_args import check_first
+        from sglang_dflash.engine.v0_5_13.server_args import check_first
 
         check_first(server_args)
         handle(server_args)

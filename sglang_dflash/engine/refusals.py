@@ -14,17 +14,17 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
-from sglang_dflash import target_kv
-from sglang_dflash.adapters import has_adapters
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.checkpoint.tensors import Tensors, check_finite
-from sglang_dflash.core.reservation import GRAIN, ceil_align, longest
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
-from sglang_dflash.host_cache import check_host_cache
-from sglang_dflash.hybrid_targets import check_states_are_replayed, keeps_gdn_states
-from sglang_dflash.platforms import platform_of, verify_backend
+from sglang_dflash.settings.options import has_adapters
+from sglang_dflash.settings.platforms import platform_of, verify_backend
+from sglang_dflash.step.reservation import GRAIN, ceil_align, longest
+from sglang_dflash.targets import kv_dtype as target_kv
+from sglang_dflash.targets.host_cache import check_host_cache
+from sglang_dflash.targets.hybrid import check_states_are_replayed, keeps_gdn_states
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
 ONE_STEP = "it puts prefill and decode into one step, and here they are separate"

@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.kernels import (
     accept,
     argmax,
     biased_argmax,
     next_block,
-    replay_states,
     store_kv,
 )
+from sglang_dflash.method.acceptance import Accepted
 
 
 class Kernels(NamedTuple):
@@ -31,7 +30,6 @@ class Kernels(NamedTuple):
     accept: Callable[..., Accepted]
     store_kv: Callable[..., None]
     written: Callable[..., tuple[Tensor, ...]]  # selects the tokens to project
-    replay_states: Callable[..., None]
 
     @classmethod
     def on(cls, device: str) -> Kernels:
@@ -45,7 +43,6 @@ class Kernels(NamedTuple):
                 accept=accept.launch_accept,
                 store_kv=store_kv.launch_store_kv,
                 written=store_kv.all_tokens,
-                replay_states=replay_states.launch_replay_states,
             )
         return cls(
             next_block=next_block.next_block_in_torch,
@@ -55,5 +52,4 @@ class Kernels(NamedTuple):
             accept=accept.accept_in_torch,
             store_kv=store_kv.store_kv_in_torch,
             written=store_kv.written_tokens,
-            replay_states=replay_states.replay_states_in_torch,
         )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted, accept
+from sglang_dflash.method.acceptance import Accepted, accept
 
 
 def launch_accept(

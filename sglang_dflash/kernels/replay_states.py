@@ -8,7 +8,7 @@ keeps a matrix S of values by keys: S = d S, S = S + b (v - S k) k^T, with decay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,11 @@ def _one_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     assert not any(distance % first.itemsize for distance in apart)
     offsets = torch.tensor([distance // first.itemsize for distance in apart])
     return first, offsets.to(first.device)
+
+
+def replay_on(device: str) -> Callable[..., None]:
+    """`launch_replay_states`, or its twin where Triton does not run. device: its type."""
+    return launch_replay_states if device == "cuda" else replay_states_in_torch
 
 
 def launch_replay_states(

@@ -24,11 +24,11 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.model.candidate_selector import CandidateSelector, Selection
-from sglang_dflash.model.convolution import BlockConvolution
-from sglang_dflash.model.markov_chain import KINDS, Chain
-from sglang_dflash.model.predictor import ConfidenceHead, Independent, Predictor
-from sglang_dflash.model.prefix_gru import Correction, PrefixCell, PrefixChain
+from sglang_dflash.model.heads.convolution import BlockConvolution
+from sglang_dflash.model.heads.gru import Correction, PrefixCell, PrefixChain
+from sglang_dflash.model.heads.independent import ConfidenceHead, Independent, Predictor
+from sglang_dflash.model.heads.markov import KINDS, Chain
+from sglang_dflash.model.heads.selector import CandidateSelector, Selection
 from sglang_dflash.model.rope import DraftRotary, rotary_embeddings
 from sglang_dflash.model.vocabulary import Vocabulary, is_copy, lm_head, token_embedding
 

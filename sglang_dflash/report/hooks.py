@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from sglang_dflash.runtime.metrics import AcceptanceHistogram
-from sglang_dflash.runtime.step_log import WATCHED
+from sglang_dflash.report.metrics import AcceptanceHistogram
+from sglang_dflash.report.shown_steps import ShownSteps
+from sglang_dflash.report.step_log import WATCHED
 from sglang_dflash.seam.patched import temporarily
-from sglang_dflash.watch.shown_steps import ShownSteps
 
 
 def meta_info(

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dflash.runtime.policies import CommittedStep
-from sglang_dflash.runtime.step_log import Step, is_watched, new_log
+from sglang_dflash.report.step_log import Step, is_watched, new_log
+from sglang_dflash.step.policies import CommittedStep
 
 logger = logging.getLogger(__name__)
 

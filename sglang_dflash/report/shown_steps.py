@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_dflash.runtime.step_log import Step
+from sglang_dflash.report.step_log import Step
 
 BEFORE = 8  # tokens of the answer in front of a text, because the text of a token depends on them
 PART = "\ufffd"  # the text of a token that is a part of a character

@@ -10,16 +10,16 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash import __version__
-from sglang_dflash.options import Options
-from sglang_dflash.runtime.metrics import (
+from sglang_dflash.report.metrics import (
     LowAcceptance,
     MeanWidth,
     RequestCounts,
     StepLog,
     StepMetrics,
 )
-from sglang_dflash.runtime.policies import StepObserver
-from sglang_dflash.runtime.step_clock import StepClock
+from sglang_dflash.settings.options import Options
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.policies import StepObserver
 
 logger = logging.getLogger(__name__)
 

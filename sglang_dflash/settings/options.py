@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dflash.adapters import has_adapters
 from sglang_dflash.errors import Refusal
-from sglang_dflash.platforms import Platform, platform_of
+from sglang_dflash.settings.platforms import Platform, platform_of
 
 VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
@@ -123,6 +122,15 @@ class Options:
         These are at most one block.
         """
         return self.block_size * (2 if self.draft_ahead else 1)
+
+
+def has_adapters(server_args: Any) -> bool:
+    """Whether a server with these arguments loads adapters, now or later.
+
+    SGLang lets --lora-paths alone turn --enable-lora on, but only after all other arguments.
+    """
+    enabled: bool | None = server_args.enable_lora
+    return bool(server_args.lora_paths) if enabled is None else enabled
 
 
 def _verify_widths(asked: str, block_size: int, platform: Platform) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted, Outcome
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.logit_rules import penalties_of
-from sglang_dflash.runtime.logprobs import append_committed
-from sglang_dflash.runtime.policies import Committed, CommittedStep, StepObserver, TargetStates
-from sglang_dflash.runtime.step_clock import StepClock
-from sglang_dflash.runtime.verify import Verified
+from sglang_dflash.method.acceptance import Accepted, Outcome
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.logit_rules import penalties_of
+from sglang_dflash.step.logprobs import append_committed
+from sglang_dflash.step.policies import Committed, CommittedStep, StepObserver, TargetStates
+from sglang_dflash.step.verify import Verified
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Outcome
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.policies import VerifyWidth
-from sglang_dflash.runtime.prefill import all_start_to_decode
-from sglang_dflash.runtime.propose import Drafter
-from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.state import HostCopy
-from sglang_dflash.runtime.verify import Verified, Verifier
+from sglang_dflash.method.acceptance import Outcome
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.policies import VerifyWidth
+from sglang_dflash.step.prefill import all_start_to_decode
+from sglang_dflash.step.propose import Drafter
+from sglang_dflash.step.slots import Slots
+from sglang_dflash.step.state import HostCopy
+from sglang_dflash.step.verify import Verified, Verifier
 
 
 class DraftLater:

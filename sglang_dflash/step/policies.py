@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.state import HostCopy
-from sglang_dflash.runtime.verify import Verified
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.state import HostCopy
+from sglang_dflash.step.verify import Verified
 
 
 class Choice(Protocol):

@@ -11,9 +11,9 @@ from torch import Tensor
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.model.vocabulary import CERTAIN
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.draft_window import DraftWindow
-from sglang_dflash.runtime.step_clock import StepClock
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.window import DraftWindow
 
 
 class Drafter:

@@ -17,8 +17,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.logit_rules import (
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.logit_rules import (
     has_rules,
     mask_by_grammar,
     penalties_of,

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
-from sglang_dflash.core.reservation import ceil_align, reserved_end
+from sglang_dflash.step.reservation import ceil_align, reserved_end
 
 
 class Slots:

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
-from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.step.block import DFlashBlock
 
 
 @dataclass

@@ -20,13 +20,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.simulate import simulated_commit
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.logit_rules import one_token_a_step
-from sglang_dflash.runtime.sample import TargetSampler
-from sglang_dflash.runtime.step_clock import StepClock
+from sglang_dflash.method.acceptance import Accepted
+from sglang_dflash.method.simulate import simulated_commit
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.logit_rules import one_token_a_step
+from sglang_dflash.step.sample import TargetSampler
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
-from sglang_dflash.core.reservation import ceil_align
+from sglang_dflash.step.reservation import ceil_align
 
 
 class DraftWindow:

@@ -9,15 +9,15 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
 
-from sglang_dflash.core.acceptance import Outcome
+from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.runtime.commit import Committer
-from sglang_dflash.runtime.policies import NextDraft, VerifyWidth, WorkerReport
-from sglang_dflash.runtime.prefill import Prefill
-from sglang_dflash.runtime.propose import Drafter
-from sglang_dflash.runtime.slots import Slots
-from sglang_dflash.runtime.state import DFlashState, HostCopy
-from sglang_dflash.runtime.verify import TargetGraphs, Verified, Verifier
+from sglang_dflash.step.commit import Committer
+from sglang_dflash.step.policies import NextDraft, VerifyWidth, WorkerReport
+from sglang_dflash.step.prefill import Prefill
+from sglang_dflash.step.propose import Drafter
+from sglang_dflash.step.slots import Slots
+from sglang_dflash.step.state import DFlashState, HostCopy
+from sglang_dflash.step.verify import TargetGraphs, Verified, Verifier
 
 NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."
 

@@ -13,8 +13,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.errors import BUILT_IN, Refusal
-from sglang_dflash.hybrid_targets import keeps_gdn_states
-from sglang_dflash.platforms import platform_of
+from sglang_dflash.settings.platforms import platform_of
+from sglang_dflash.targets.hybrid import keeps_gdn_states
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.checkpoint.fit import OTHER_STATES
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 from sglang_dflash.kernels.replay_states import BlockInputs, States
-from sglang_dflash.platforms import platform_of
 from sglang_dflash.seam.patched import temporarily
+from sglang_dflash.settings.platforms import platform_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.errors import Refusal
-from sglang_dflash.platforms import platform_of, verify_backend
+from sglang_dflash.settings.platforms import platform_of, verify_backend
 
 
 def refuse_fp4_kv(server_args: ServerArgs) -> None:

@@ -14,15 +14,6 @@ from sglang_dflash.seam.patched import temporarily
 CHUNK = 16  # tokens of a segment in csgmv, at least
 
 
-def has_adapters(server_args: Any) -> bool:
-    """Whether a server with these arguments loads adapters, now or later.
-
-    SGLang lets --lora-paths alone turn --enable-lora on, but only after all other arguments.
-    """
-    enabled: bool | None = server_args.enable_lora
-    return bool(server_args.lora_paths) if enabled is None else enabled
-
-
 def check_adapters(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs.check_lora_server_args`, which refuses adapters with DFLASH."""
     with temporarily(server_args, speculative_algorithm=None):

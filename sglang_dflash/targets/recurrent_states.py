@@ -11,6 +11,7 @@ request instead. That one holds the state behind the last multiple of an interva
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
-from sglang_dflash.kernels import Kernels
-from sglang_dflash.kernels.replay_states import Copies, Layer, Weights
-from sglang_dflash.runtime.policies import NoStates, TargetStates
+from sglang_dflash.kernels.replay_states import Copies, Layer, Weights, replay_on
+from sglang_dflash.step.policies import NoStates, TargetStates
 
 
 class RecurrentStates:
-    def __init__(self, runner: Any, kernels: Kernels) -> None:
-        """runner: the target's ModelRunner."""
+    def __init__(self, runner: Any, replay: Callable[..., None]) -> None:
+        """runner: the target's ModelRunner; replay: `launch_replay_states`, or its twin."""
         rows = runner.req_to_token_pool
-        self._slots, self._kernels = rows.req_index_to_mamba_index_mapping, kernels
+        self._slots = rows.req_index_to_mamba_index_mapping
+        self._replay = replay
         self._states, self._inputs = rows.mamba_pool.dflash_states, rows.mamba_pool.dflash_inputs
         # [rows, 1], the slot of each request for the radix cache
         self._kept = getattr(rows, "req_index_to_mamba_ping_pong_track_buffer_mapping", None)
@@ -42,7 +43,7 @@ class RecurrentStates:
         self._weights = Weights([_weights_of(attention[layer]) for layer in rows.mamba_map])
 
     def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
-        self._kernels.replay_states(
+        self._replay(
             self._states,
             self._inputs,
             self._weights,
@@ -79,7 +80,7 @@ def _weights_of(layer: RadixLinearAttention) -> Layer:
     return Layer(layer.conv_weights, layer.A_log, layer.dt_bias, layer.num_k_heads)
 
 
-def states_of(runner: Any, kernels: Kernels) -> TargetStates:
+def states_of(runner: Any) -> TargetStates:
     """The states that this target's requests have. runner: its ModelRunner."""
     hybrid = isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
-    return RecurrentStates(runner, kernels) if hybrid else NoStates()
+    return RecurrentStates(runner, replay_on(runner.device)) if hybrid else NoStates()

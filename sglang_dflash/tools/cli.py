@@ -7,7 +7,7 @@ import sys
 
 from sglang_dflash import __version__
 from sglang_dflash.errors import Refusal
-from sglang_dflash.launch import interrupt_on_signals
+from sglang_dflash.tools.launch import interrupt_on_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(chosen: argparse.Namespace, others: list[str]) -> int:
     """Run the chosen command, and import only what it needs."""
     if chosen.command == "inspect":
-        from sglang_dflash.inspect_draft import run as run_inspect
+        from sglang_dflash.tools.inspect import run as run_inspect
 
         return run_inspect(chosen.draft, chosen.target, chosen.json)
     if chosen.command == "watch":
@@ -79,15 +79,15 @@ def _run(chosen: argparse.Namespace, others: list[str]) -> int:
         html = page(chosen.url, chosen.without, chosen.api_key)
         serve_page(html, chosen.port, browse=not chosen.no_browser)
     if chosen.command == "chat":
-        from sglang_dflash.watch.chat import run as run_chat
+        from sglang_dflash.tools.chat import run as run_chat
 
         sampling = {"max_new_tokens": chosen.max_tokens, "temperature": chosen.temperature}
         return run_chat(chosen.url, chosen.api_key, chosen.thinking, sampling)
     if chosen.command == "serve":
-        from sglang_dflash.serve import run as run_serve
+        from sglang_dflash.tools.serve import run as run_serve
 
         run_serve(chosen.port, chosen.compare, others)
-    from sglang_dflash.demo import run as run_demo
+    from sglang_dflash.tools.demo import run as run_demo
 
     return run_demo(quiet=chosen.json)
 

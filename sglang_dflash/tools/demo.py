@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sglang_dflash import serve
-from sglang_dflash.launch import Server, ServerFailed
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools import serve
+from sglang_dflash.tools.launch import Server, ServerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

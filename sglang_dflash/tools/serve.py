@@ -7,19 +7,19 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from sglang_dflash.errors import Refusal
-from sglang_dflash.launch import Server
 from sglang_dflash.tiny import DRAFT, TARGET, require_weights
+from sglang_dflash.tools.launch import Server
 from sglang_dflash.watch.page import WITHOUT
 
 if TYPE_CHECKING:
-    from sglang_dflash.platforms import Platform
+    from sglang_dflash.settings.platforms import Platform
 
 
 def _platform() -> Platform:
     """The platform that SGLang picks on this machine."""
     import torch  # takes a second
 
-    from sglang_dflash.platforms import PLATFORMS
+    from sglang_dflash.settings.platforms import PLATFORMS
 
     return PLATFORMS["cuda" if torch.cuda.is_available() else "cpu"]
 

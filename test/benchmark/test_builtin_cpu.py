@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_dflash.core.simulate import simulated_commit
+from sglang_dflash.method.simulate import simulated_commit
 
 VERIFY = "sglang.srt.speculative.dflash_info.DFlashVerifyInput.verify"
 ASSIGN = "sglang.srt.speculative.spec_utils.assign_req_to_token_pool_func"

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from benchmark.load import Settings, answer_all, stream_all
 from benchmark.workloads import Prompt
-from sglang_dflash.launch import free_port
+from sglang_dflash.tools.launch import free_port
 
 SETTINGS = Settings(2, 8, 0.0, {"enable_thinking": False})
 PROMPTS = [Prompt("word", "How many?"), Prompt("code", "def f():", chat=False)]

@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import requests
 
-from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT
+from sglang_dflash.tools.launch import LAUNCH, Server, free_port
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
 from test.servers import COMMON, DFLASH, REFERENCE, STRICT, Client, with_forks

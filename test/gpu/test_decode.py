@@ -10,13 +10,13 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
+from sglang_dflash.backends.page_tables import fill_tables
 from sglang_dflash.kernels import store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import launch_largest
 from sglang_dflash.kernels.biased_argmax import launch_biased_largest
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
-from sglang_dflash.kernels.page_tables import fill_tables
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.gpu.conftest import (
     DRY_RUN,
     ON_GPU,

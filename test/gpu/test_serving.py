@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 
-from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.gpu.conftest import (
     DRY_RUN,
     ON_GPU,

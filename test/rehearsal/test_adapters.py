@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import adapters
-from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.targets import lora as adapters
 from test.adapters import write_adapter
 from test.checkpoints import write_draft
 from test.rehearsal.serving import Asked, N, add, engine, forced, small_draft, write_hybrid_pair

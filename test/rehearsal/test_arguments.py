@@ -12,9 +12,10 @@ import torch
 from sglang.srt import server_args as sglang_args
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import draft_worker, platforms
+from sglang_dflash.engine import draft_worker
 from sglang_dflash.errors import Refusal
-from sglang_dflash.options import DRAFT_AHEAD, Options
+from sglang_dflash.settings import platforms
+from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
 from test.rehearsal.mutation import mutate
@@ -460,48 +461,50 @@ FLASHINFER = {"decode_attention_backend": "flashinfer"}
 MIXED = {"target attention": ("fa3", "flashinfer"), "draft attention": "flashinfer"}
 ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
     "enable_flashinfer_allreduce_fusion": Mutation(
-        "server_args:handle_dflash",
+        "engine.v0_5_13.server_args:handle_dflash",
         "server_args.enable_flashinfer_allreduce_fusion = False",
         "pass",
         kind="MoE",
         given={"tp_size": 2},
     ),
     "disable_overlap_schedule": Mutation(
-        "server_args:handle_dflash", "server_args.disable_overlap_schedule = True", "pass"
+        "engine.v0_5_13.server_args:handle_dflash",
+        "server_args.disable_overlap_schedule = True",
+        "pass",
     ),
-    "draft ahead": Mutation("options:Options.read", "platform.draft_ahead", '"off"'),
+    "draft ahead": Mutation("settings.options:Options.read", "platform.draft_ahead", '"off"'),
     "verify attention": Mutation(
-        "platforms:verify_backend",
+        "settings.platforms:verify_backend",
         "return str(prefill if",
         "return str(decode if",
         given=FLASHINFER,
         expected=MIXED,
     ),
     "draft attention": Mutation(
-        "server_args:_draft_backend",
+        "engine.v0_5_13.server_args:_draft_backend",
         "_, chosen = server_args",
         "chosen, _ = server_args",
         given=FLASHINFER,
         expected=MIXED,
     ),
     "dtype": Mutation(
-        "draft_worker:draft_server_args",
+        "engine.draft_worker:draft_server_args",
         'args.dtype = str(dtype).removeprefix("torch.")',
         "pass",
         kind="AWQ",
         expected=UNUSUAL["AWQ"],
     ),
     "kv_cache_dtype": Mutation(
-        "draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+        "engine.draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
     ),
     "context_length": Mutation(
-        "draft_worker:draft_server_args", "args.context_length = context_len", "pass"
+        "engine.draft_worker:draft_server_args", "args.context_length = context_len", "pass"
     ),
     "disable_cuda_graph": Mutation(
-        "draft_worker:draft_server_args", "args.disable_cuda_graph = args.", "args."
+        "engine.draft_worker:draft_server_args", "args.disable_cuda_graph = args.", "args."
     ),
     "attention of prefill and decode": Mutation(
-        "draft_worker:draft_server_args",
+        "engine.draft_worker:draft_server_args",
         "args.prefill_attention_backend = args.decode_attention_backend = None",
         "pass",
         given={"prefill_attention_backend": "triton"},
@@ -523,17 +526,17 @@ def test_a_wrong_argument_is_seen(
         check_arguments(*asked, **mutation.given)
 
 
-FP8_CHECK = "target_kv:_check_fp8_kv"
+FP8_CHECK = "targets.kv_dtype:_check_fp8_kv"
 MISSING_REFUSALS = [  # the refusal's number in REFUSED_KV, and the mutation
-    (0, "target_kv:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
+    (0, "targets.kv_dtype:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
     (1, FP8_CHECK, 'asked == "fp8_e5m2"', "False"),
-    (2, "target_kv:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+    (2, "targets.kv_dtype:_has_fp8_kv", '== "FP8"', '== "fp8"'),
     (2, FP8_CHECK, "verify != decode", "False"),
     (3, FP8_CHECK, '"triton" in (verify, decode)', "False"),
     (4, FP8_CHECK, "== AttentionArch.MLA", "is None"),
     (5, FP8_CHECK, 'torch.float16 and "fa3"', 'torch.float64 and "fa3"'),
-    (6, "target_kv:check_kv", "== torch.float16", "is None"),
-    (7, "target_kv:check_kv", "not platform_of(server_args).scale_files", "False"),
+    (6, "targets.kv_dtype:check_kv", "== torch.float16", "is None"),
+    (7, "targets.kv_dtype:check_kv", "not platform_of(server_args).scale_files", "False"),
 ]
 
 
@@ -562,6 +565,6 @@ def test_a_missing_refusal_is_seen(
     target, words = write_kind(tmp_path, "sliding window"), ["sliding-window"]
     check_refusal(words, target, draft, attention_backend="flashinfer")
     told = 'hasattr(cls, "get_attention_sliding_window_size")'
-    mutate(monkeypatch, "compatibility:_has_windows", told, "False")
+    mutate(monkeypatch, "engine.refusals:_has_windows", told, "False")
     with pytest.raises(AssertionError, match=words[0]):
         check_refusal(words, target, draft, attention_backend="flashinfer")

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from sglang_dflash.backends.page_tables import fill_tables
 from sglang_dflash.kernels import argmax, biased_argmax, store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
 from sglang_dflash.kernels.argmax import largest_in_torch, launch_largest
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch, launch_biased_largest
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
-from sglang_dflash.kernels.page_tables import fill_tables
 from test.rehearsal.device.attention import attend
 from test.rehearsal.device.memory import LOG, DeviceError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.checkpoints import (
     INNER,
     STATE,
@@ -185,7 +185,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
     assert counted.items() <= {name: int(count) for name, count in rows}.items()
 
 
-CHAIN = "model.markov_chain:Chain._blocks"
+CHAIN = "model.heads.markov:Chain._blocks"
 MUTATIONS = [
     (CHAIN, "token = draft.ids", "token = token"),
     (CHAIN, "logits[position - self._first]", "logits[0]"),
@@ -197,9 +197,7 @@ MUTATIONS = [
 def test_a_gru_of_the_anchor_alone_is_noticed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(
-        monkeypatch, "model.prefix_gru:PrefixChain._blocks", "token = draft.ids", "token = token"
-    )
+    mutate(monkeypatch, "model.heads.gru:PrefixChain._blocks", "token = draft.ids", "token = token")
     family = domino(shifted=True)
     reqs, drafts = served_family(small, tmp_path, family, "triton")
     with pytest.raises(AssertionError):

@@ -65,7 +65,9 @@ def test_all_kinds_of_requests(small: Path, backend: str, kv: str, page: int) ->
 @pytest.mark.ci
 def test_a_draft_with_kv_in_fp8_is_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft takes over the flag of the target."""
-    mutate(monkeypatch, "draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass")
+    mutate(
+        monkeypatch, "engine.draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+    )
     flags = flags_of("fa3", "fp8_e4m3")
     asked = answer(small, {"one": Asked(prompt(1, 5), N)}, **flags)
     with pytest.raises(AssertionError):
@@ -116,6 +118,8 @@ def test_scales_that_a_backend_gets_wrong(scaled: Path) -> None:
 @pytest.mark.ci
 def test_scales_that_are_not_seen(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the loaded target is not asked for them."""
-    mutate(monkeypatch, "target_kv:_has_scales", "isinstance(layer, RadixAttention)", "False")
+    mutate(
+        monkeypatch, "targets.kv_dtype:_has_scales", "isinstance(layer, RadixAttention)", "False"
+    )
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_refused(scaled, PREFILLS, "flashinfer")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.checkpoints import VOCAB, write_tokenizer
 from test.rehearsal.device.memory import LOG
 from test.rehearsal.serving import GRAMMAR, SHARED, Asked, N, answer, assert_drafts, engine, served
@@ -96,5 +96,5 @@ def test_what_strict_thinking_costs(thinker: Path) -> None:
     launches, copies, waits = one_step(thinker, {})
     assert one_step(thinker, {}, **STRICT) == (launches, copies, waits)
     thoughts = one_step(thinker, {"require_reasoning": True}, **STRICT)
-    drafts = "runtime/logit_rules.py:mask_by_grammar tolist"
+    drafts = "step/logit_rules.py:mask_by_grammar tolist"
     assert thoughts == (launches + 1, copies + 1, [drafts, *waits])

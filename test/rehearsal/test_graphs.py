@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.precision import HIDDEN_STATE_BOUND
 from test.rehearsal.device.memory import Recording
 from test.rehearsal.mutation import Change, mutate
@@ -112,7 +112,7 @@ def test_hidden_states_left_in_the_graphs_memory(
 ) -> None:
     """A mutation: no copy of them is kept."""
     monkeypatch.setenv(VERIFY_WIDTH, "4")
-    verify = "runtime.verify:Verifier._verify"
+    verify = "step.verify:Verifier._verify"
     mutate(monkeypatch, verify, "output.hidden_states.clone()", "output.hidden_states")
     with pytest.raises(AssertionError):
         same_states(small)
@@ -126,7 +126,7 @@ def test_context_kv_comes_before_the_next_draft(
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
     context = "self._write_context(verified)"
     draft = "following = self.next_draft.after_verify(batch, verified, copy)"
-    decode = "runtime.worker:DFlashWorker._decode"
+    decode = "step.worker:DFlashWorker._decode"
     mutate(monkeypatch, decode, f"{context}\n    {draft}", f"{draft}\n    {context}")
     reqs, drafts = served(small, asked, "fa3")
     with pytest.raises(AssertionError):
@@ -163,7 +163,7 @@ def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 AGREED = "model.vocabulary:Vocabulary._agreed"
 REFUSED = [
-    ("runtime.propose:Drafter._propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
+    ("step.propose:Drafter._propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
     (AGREED, "index, value, mass = found", "index, value, mass = found; int(index[0])"),
     (AGREED, "index, value, mass = found", "index, value, mass = found; value[value > 0].sum()"),
 ]
@@ -184,12 +184,12 @@ def test_what_the_device_refuses(
 
 STALE = [
     (
-        "attention.fa3:begin_forward",
+        "backends.fa3:begin_forward",
         "cache_seqlens_int32.dflash_schedules = {}",
         "cache_seqlens_int32.__dict__.setdefault('dflash_schedules', {})",
     ),
-    ("attention.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
-    ("attention.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
+    ("backends.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
+    ("backends.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
 ]
 
 

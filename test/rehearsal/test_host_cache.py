@@ -12,7 +12,7 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
 from sglang.srt.mem_cache import memory_pool_host
 
-from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.adapters import write_adapter
 from test.inprocess import InProcess
 from test.rehearsal.device import attention
@@ -189,7 +189,7 @@ def test_drafts_from_the_targets_pool(
 ) -> None:
     """Tokens are still right, but the host's copy of the draft's KV is missing."""
     pool = "runner.token_to_kv_pool,"
-    mutate(monkeypatch, "host_cache:draft_kv_pool", pool, f"draft_worker.model_{pool}")
+    mutate(monkeypatch, "targets.host_cache:draft_kv_pool", pool, f"draft_worker.model_{pool}")
     reqs, drafts = from_host(small, "fa3")
     assert_exact(reqs, answer(small, ASKED))
     assert trace(reqs, drafts) != kept
@@ -198,7 +198,7 @@ def test_drafts_from_the_targets_pool(
 @pytest.mark.ci
 def test_a_prefill_that_does_not_wait(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = "batch.hicache_consumer_index"
-    mutate(monkeypatch, "runtime.prefill:Prefill.run", index, "-1")
+    mutate(monkeypatch, "step.prefill:Prefill.run", index, "-1")
     reqs, _ = from_host(small, "fa3")
     with pytest.raises(AssertionError):
         assert_exact(reqs, answer(small, ASKED))

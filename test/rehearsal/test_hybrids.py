@@ -15,7 +15,6 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import Tensor
 
 from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
-from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.replay_states import (
     BlockInputs,
     Copies,
@@ -26,9 +25,9 @@ from sglang_dflash.kernels.replay_states import (
     launch_replay_states,
     replay_states_in_torch,
 )
-from sglang_dflash.options import VERIFY_WIDTH
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.recurrent_states import RecurrentStates
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.targets.recurrent_states import RecurrentStates
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
@@ -130,10 +129,14 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
 
 
 MUTATIONS: list[Change] = [
-    ("attention.hybrid:count_padding", "len(block.slots)", "0"),
-    ("attention.hybrid:begin_in_full_attention", "backend.full_", "False and backend.full_"),
-    ("runtime.recurrent_states:RecurrentStates.commit", "(taken,", "([1] * len(taken),"),
-    ("attention.hybrid:verify_block", "states.conv[0][slots]", "states.conv[0][slots] * 0"),
+    ("targets.hybrid_attention:count_padding", "len(block.slots)", "0"),
+    (
+        "targets.hybrid_attention:begin_in_full_attention",
+        "backend.full_",
+        "False and backend.full_",
+    ),
+    ("targets.recurrent_states:RecurrentStates.commit", "(taken,", "([1] * len(taken),"),
+    ("targets.hybrid_attention:verify_block", "states.conv[0][slots]", "states.conv[0][slots] * 0"),
 ]
 
 
@@ -182,9 +185,9 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
         rows = torch.arange(1, 4, device=CUDA)
         batch = DFlashBlock(dummy, dummy, dummy).forward_batch(rows, lens.cuda(), lens)
         found = []
-        kernels = Kernels.on("cuda"), Kernels.on("cpu")
+        replays = launch_replay_states, replay_states_in_torch
         backends = runner.attn_backend.linear_attn_backend, TorchGatedDeltaNet(runner)
-        for backend, of_it in zip(backends, kernels, strict=True):
+        for backend, replay in zip(backends, replays, strict=True):
             cache.conv[0].copy_(states[0])
             cache.temporal.copy_(states[1])
             backend.init_forward_metadata(batch)
@@ -193,7 +196,7 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
                 for layer, (qkv, a, b) in zip(layers, given, strict=True):
                     inputs = qkv.clone(), a.clone(), b.clone()
                     read.append(backend.forward_extend(layer, batch, *inputs))
-                RecurrentStates(runner, of_it).commit(rows, [1, 5, width], [0, 0, 0])
+                RecurrentStates(runner, replay).commit(rows, [1, 5, width], [0, 0, 0])
             kept = [cache.conv[0][:, 1:4], cache.temporal[:, 1:4]]
             found.append([tensor.cpu().clone() for tensor in (*read, *kept)])
     for theirs, ours in zip(*found, strict=True):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.checkpoints import LAYERS, write_draft
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import Change, mutate
@@ -131,16 +131,16 @@ def test_chunks(pair: Path, asked: dict[str, Asked], backend: str) -> None:
     served(pair, asked, backend, page_size=16, chunked_prefill_size=16)
 
 
-PLAN = "runtime.block:DFlashBlock.generate_attn_arg_prefill"
+PLAN = "step.block:DFlashBlock.generate_attn_arg_prefill"
 MUTATIONS: list[tuple[str, Change]] = [
     (
         "fa3",
-        ("attention.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens-1,"),
+        ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens-1,"),
     ),
-    ("fa3", ("attention.fa3:begin_forward", "backend.page_size,", "1,")),
+    ("fa3", ("backends.fa3:begin_forward", "backend.page_size,", "1,")),
     ("flashinfer", (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)")),
     ("flashinfer", (PLAN, "(requests + 1) * width, width", "requests + 1, 1")),
-    ("triton", ("runtime.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,")),
+    ("triton", ("step.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,")),
 ]
 
 

@@ -159,7 +159,7 @@ def test_a_draft_counted_in_fp8_is_seen(
     meter: Meter, pairs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation: the draft's KV is counted with the dtype of the target's."""
-    counted = "hooks:_draft_bytes_per_token"
+    counted = "engine.v0_5_13.hooks:_draft_bytes_per_token"
     mutate(monkeypatch, counted, "runner.dtype.itemsize", "runner.kv_cache_dtype.itemsize")
     with start(pairs["dense"], **FP8_KV) as run, pytest.raises(AssertionError, match="planned"):
         check_pools(run, "dense", bits=8)
@@ -169,11 +169,26 @@ def test_a_draft_counted_in_fp8_is_seen(
 @pytest.mark.parametrize(
     ("kind", "function", "old", "new"),
     [
-        ("dense", "hooks:cell_size", "result + _draft_bytes_per_token(runner)", "result"),
-        ("MLA", "hooks:cell_size", "result + _draft_bytes_per_token(runner)", "result"),
-        ("two KV pools", "hooks:windowed_cell_size", "_draft_bytes_per_token(runner)", "0"),
-        ("dense", "hooks:_draft_bytes_per_token", "* heads // draft", "// draft"),
-        ("dense", "hooks:_draft_bytes_per_token", "runner.dtype.itemsize", "1"),
+        (
+            "dense",
+            "engine.v0_5_13.hooks:cell_size",
+            "result + _draft_bytes_per_token(runner)",
+            "result",
+        ),
+        (
+            "MLA",
+            "engine.v0_5_13.hooks:cell_size",
+            "result + _draft_bytes_per_token(runner)",
+            "result",
+        ),
+        (
+            "two KV pools",
+            "engine.v0_5_13.hooks:windowed_cell_size",
+            "_draft_bytes_per_token(runner)",
+            "0",
+        ),
+        ("dense", "engine.v0_5_13.hooks:_draft_bytes_per_token", "* heads // draft", "// draft"),
+        ("dense", "engine.v0_5_13.hooks:_draft_bytes_per_token", "runner.dtype.itemsize", "1"),
     ],
 )
 def test_a_draft_that_is_not_counted_is_seen(
@@ -339,7 +354,7 @@ def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Pa
 def test_buffers_that_are_not_shared_are_seen(
     meter: Meter, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_for = "draft_worker:draft_server_args"
+    made_for = "engine.draft_worker:draft_server_args"
     mutate(monkeypatch, made_for, "width_of(block_size)", "width_of(block_size) - 1")
     with (
         start(small, dtype="float32", disable_cuda_graph=False) as run,

@@ -24,24 +24,24 @@ from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 
-WORKER = "runtime.worker:DFlashWorker."
-AHEAD = "runtime.draft_ahead:DraftAhead.after_verify"
+WORKER = "step.worker:DFlashWorker."
+AHEAD = "step.draft_ahead:DraftAhead.after_verify"
 WRONG = (AssertionError, RuntimeError, IndexError)
 
 TOKENS = [
     ("kernels.accept:launch_accept", "simulated,", "seq_lens * 0 + width - 1,"),
     ("kernels.accept:launch_accept", "max_len,", "max_len - 220,"),
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
-    ("runtime.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
-    ("runtime.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
-    ("runtime.sample:_by_position", "_expand(value, block)", "value"),
+    ("step.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
+    ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
+    ("step.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
-    ("runtime.logit_rules:_mask_alike", "logits=dense", "logits=dense.clone()"),
-    ("attention.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
-    ("attention.fa3:begin_forward", "backend.page_size,", "1,"),
+    ("step.logit_rules:_mask_alike", "logits=dense", "logits=dense.clone()"),
+    ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
+    ("backends.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
 ]
-PLAN = "runtime.block:DFlashBlock.generate_attn_arg_prefill"
+PLAN = "step.block:DFlashBlock.generate_attn_arg_prefill"
 PLANS = [
     (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)"),
     (PLAN, "(requests + 1) * width, width", "requests + 1, 1"),
@@ -86,14 +86,14 @@ def test_what_flashinfer_plans(
 def test_a_backend_that_is_not_told_that_a_graph_begins(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "attention.fa3:begin_in_either", "chosen.init_", "False and chosen.init_")
+    mutate(monkeypatch, "backends.fa3:begin_in_either", "chosen.init_", "False and chosen.init_")
     asked = answer(small, {"one": Asked(prompt(957, 20), N)})
     with pytest.raises(WRONG):
         served(small, asked, "fa3", decode_attention_backend="triton")
 
 
 def test_memory_that_a_plan_is_copied_from(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, "attention.flashinfer:Plans.__call__", "not self._copied.query()", "False")
+    mutate(monkeypatch, "backends.flashinfer:Plans.__call__", "not self._copied.query()", "False")
     with pytest.raises(DeviceError, match="pinned memory changed"):
         two_drafts(small)
 
@@ -111,7 +111,7 @@ def test_what_the_draft_sees(
 
 
 def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, "hooks:room_for_a_block", "+= runner", "+= 0 * runner")
+    mutate(monkeypatch, "engine.v0_5_13.hooks:room_for_a_block", "+= runner", "+= 0 * runner")
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     with pytest.raises(AssertionError, match="the page table has room for 96"):
         served(small, asked, "fa3", page_size=16, context_length=96)
@@ -120,7 +120,7 @@ def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.M
 def test_a_window_that_stays_closed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "attention.fa3:scheduled", "left, -1", "left, 0")
+    mutate(monkeypatch, "backends.fa3:scheduled", "left, -1", "left, 0")
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
     method = {"target_layer_ids": [0, 1], "causal": False}
     windowed = small_draft(dflash_config=method, **windows)

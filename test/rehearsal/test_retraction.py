@@ -21,7 +21,7 @@ def test_retraction(small: Path, backend: str, page: int) -> None:
 @pytest.mark.ci
 def test_memory_that_is_not_counted(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: SGLang counts no memory for the next step."""
-    mutate(monkeypatch, "runtime.slots:Slots.needed", "return tokens", "return 0")
+    mutate(monkeypatch, "step.slots:Slots.needed", "return tokens", "return 0")
     with pytest.raises(AssertionError, match="check_decode_mem promises"):
         crowded(small, "fa3", 1)
 

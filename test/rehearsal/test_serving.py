@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.checkpoints import VOCAB, speculators_draft, write_draft
 from test.rehearsal.serving import (
     GRAMMAR,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.forced import Forced, put_drafter
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import AT_INTERVALS, Asked, answer, engine, serve, write_hybrid_pair
@@ -121,8 +121,8 @@ def test_retraction_at_intervals(pair: Path) -> None:
 
 
 OF_INTERVALS: list[Change] = [
-    ("runtime.recurrent_states:tokens_to_interval", "length % interval", "length % interval - 1"),
-    ("runtime.commit:Committer._commit", "[count - 1 for count in counts]", "accepted"),
+    ("targets.recurrent_states:tokens_to_interval", "length % interval", "length % interval - 1"),
+    ("step.commit:Committer._commit", "[count - 1 for count in counts]", "accepted"),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from sglang_dflash.options import DRAFT_AHEAD
+from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.inprocess import InProcess
 from test.rehearsal.device.memory import LOG
 from test.rehearsal.mutation import mutate
@@ -18,7 +18,7 @@ from test.rehearsal.serving import Asked, N, answer, engine
 from test.worker.conftest import prompt
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
-OURS = "runtime/state.py:wait event"
+OURS = "step/state.py:wait event"
 REST = [("fa3", "off", 16), ("flashinfer", "off", 1)]
 
 
@@ -89,7 +89,7 @@ def table() -> dict[tuple[str, int], tuple[int, ...]]:
 @pytest.mark.ci
 def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the host reads values that the device has not written yet."""
-    mutate(monkeypatch, "runtime.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
+    mutate(monkeypatch, "step.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
     (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
     with engine(small, "fa3", cuda_graph_bs=[2]) as run:
         assert run.generate(asked.ids, **asked.options) != asked.answer["ids"]
@@ -100,11 +100,11 @@ def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.Mon
     ("where", "old", "new"),
     [
         (
-            "runtime.verify:Verifier._acceptable",
+            "step.verify:Verifier._acceptable",
             "return tokens",
             "tokens.max().item(); return tokens",
         ),
-        ("runtime.propose:Drafter._propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
+        ("step.propose:Drafter._propose", "rows = batch", "_ = anchors.tolist(); rows = batch"),
     ],
 )
 def test_a_second_wait_is_seen(

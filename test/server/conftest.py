@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from sglang_dflash.launch import Server
+from sglang_dflash.tools.launch import Server
 from test.plugins import distribution
 from test.server.apart import APART
 from test.servers import SERVERS, TWO_RANKS, Client, running, without_speculation

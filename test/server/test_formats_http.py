@@ -11,7 +11,7 @@ import requests
 import torch
 from transformers import Qwen3ForCausalLM
 
-from sglang_dflash.launch import Server
+from sglang_dflash.tools.launch import Server
 from test.formats import (
     Case,
     deepspec,

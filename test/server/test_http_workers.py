@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_dflash.launch import START_SECONDS
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools.launch import START_SECONDS
 from sglang_dflash.watch.page import PAGE
 from test.server.fuzzing import fuzz
 from test.server.test_api import scraped, total

@@ -18,8 +18,8 @@ import pytest
 import requests
 import yaml
 
-from sglang_dflash.launch import free_port
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools.launch import free_port
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat
 

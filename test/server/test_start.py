@@ -19,11 +19,12 @@ import pytest
 import requests
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import __version__, plugin
+from sglang_dflash import __version__
+from sglang_dflash.engine import plugin
 from sglang_dflash.errors import Refusal
-from sglang_dflash.launch import LAUNCH, Server, free_port
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools.launch import LAUNCH, Server, free_port
 from test import inprocess  # loads the plugins
 from test.plugins import distribution
 from test.servers import DFLASH, Client, chat, running, with_forks
@@ -131,8 +132,8 @@ WHOSE = """
     [
         pytest.param(
             "",
-            "sglang_dflash.build",
-            "sglang_dflash.plugin",
+            "sglang_dflash.engine.build",
+            "sglang_dflash.engine.plugin",
             ["dflash", "dflash_cpu", "dflash_guard"],
             id="all",
             marks=pytest.mark.full,  # every server of ours shows it
@@ -247,7 +248,7 @@ class Demo:
     """`sglang-dflash demo --json`, and every process that it has ever had."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "sglang_dflash.cli", "demo", "--json"]
+        command = [sys.executable, "-m", "sglang_dflash.tools.cli", "demo", "--json"]
         self.process = subprocess.Popen(
             command,
             env=environment,

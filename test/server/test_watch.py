@@ -19,8 +19,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-from sglang_dflash.launch import free_port
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools.launch import free_port
 from sglang_dflash.watch.page import PAGE
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat

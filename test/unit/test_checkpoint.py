@@ -23,8 +23,8 @@ from sglang_dflash.checkpoint.config import (
     Selector,
 )
 from sglang_dflash.checkpoint.fit import Target, misfits
+from sglang_dflash.checkpoint.formats.zlab import default_target_layer_ids
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
-from sglang_dflash.checkpoint.zlab import default_target_layer_ids
 from sglang_dflash.errors import Refusal
 from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config, speculators_draft
 

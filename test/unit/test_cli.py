@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import __version__, serve
-from sglang_dflash.cli import main
-from sglang_dflash.platforms import PLATFORMS
+from sglang_dflash import __version__
+from sglang_dflash.settings.platforms import PLATFORMS
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tools import serve
+from sglang_dflash.tools.cli import main
 
 
 def test_the_version_as_a_module() -> None:

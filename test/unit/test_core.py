@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.core.acceptance import accept
-from sglang_dflash.core.reservation import ceil_align, longest, reserved_end
 from sglang_dflash.cpu.paged_growth import grow
 from sglang_dflash.kernels.next_block import next_block_in_torch
+from sglang_dflash.method.acceptance import accept
+from sglang_dflash.step.reservation import ceil_align, longest, reserved_end
 
 
 def slow_accept(block: list[int], drawn: list[int]) -> list[int]:

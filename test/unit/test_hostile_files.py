@@ -22,10 +22,10 @@ from sglang_dflash.checkpoint.files import CONFIG_LIMIT, JSON_LIMIT
 from sglang_dflash.checkpoint.fit import defects
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.checkpoint.tensors import HEADER_LIMIT, Tensors
-from sglang_dflash.cli import main
 from sglang_dflash.errors import LONGEST, Refusal
-from sglang_dflash.inspect_draft import inspect
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tools.cli import main
+from sglang_dflash.tools.inspect import inspect
 from test.checkpoints import HIDDEN, MASK, draft_config, draft_weights, write_draft
 
 INDEX = "model.safetensors.index.json"
@@ -352,7 +352,7 @@ LARGEST: dict[str, Callable[[Path], object]] = {
 }
 MEASURE = """
 import sys
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 main(["inspect", sys.argv[1], "--target", sys.argv[2], "--json"])
 print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

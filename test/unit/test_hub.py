@@ -15,8 +15,8 @@ from threading import Thread
 import pytest
 import torch
 
-from sglang_dflash.cli import main
-from sglang_dflash.launch import free_port
+from sglang_dflash.tools.cli import main
+from sglang_dflash.tools.launch import free_port
 from test.checkpoints import draft_config, draft_weights, speculators_draft, write_draft
 
 COMMIT = "0" * 40
@@ -107,7 +107,7 @@ def run(url: str, cache: Path, code: str, status: int = 0) -> str:
 
 
 INSPECT = """
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 assert main(["inspect", "org/draft", "--json"]) == 0
 """
 FETCH = """
@@ -117,7 +117,7 @@ print(config.mask_embedding, config.own_embedding, config.draft_vocab_size, tens
 """
 INSPECTED = """
 import sys
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 sys.exit(main(["inspect", "org/draft", "--json"]))
 """
 REFUSED = """

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint import read_draft
-from sglang_dflash.cli import main
 from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.tools.cli import main
 from test.checkpoints import (
     draft_config,
     draft_weights,
@@ -119,7 +119,7 @@ def test_needs_no_sglang(tmp_path: Path) -> None:
 import sys
 sys.modules["sglang"] = None
 sys.modules["torch"] = None
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 sys.exit(main(["inspect", {str(DRAFT)!r}, "--target", {str(TARGET)!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

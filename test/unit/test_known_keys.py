@@ -17,9 +17,9 @@ from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fit import defects
 from sglang_dflash.checkpoint.known_keys import TRAINING
 from sglang_dflash.checkpoint.tensors import check_finite
-from sglang_dflash.cli import main
 from sglang_dflash.errors import Refusal
-from sglang_dflash.inspect_draft import inspect
+from sglang_dflash.tools.cli import main
+from sglang_dflash.tools.inspect import inspect
 from test.checkpoints import HIDDEN, VOCAB, draft_config, draft_weights, write_draft
 from test.formats import CASES, write
 

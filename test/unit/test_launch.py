@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from sglang_dflash.launch import Server, free_port
+from sglang_dflash.tools.launch import Server, free_port
 
 IN_A_FINALISER = """
 import os, signal, sys, time, weakref
-from sglang_dflash.launch import interrupt_on_signals
+from sglang_dflash.tools.launch import interrupt_on_signals
 
 class Connection:
     pass
@@ -43,7 +43,7 @@ def test_a_signal_that_meets_a_finaliser_is_not_lost(name: str) -> None:
 
 IN_ANOTHER_PROCESS = """
 import sys
-from sglang_dflash import launch
+from sglang_dflash.tools import launch
 
 launch._untried = iter([int(sys.argv[1]), *launch._untried])
 print(launch.free_port())

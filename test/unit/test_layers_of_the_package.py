@@ -1,56 +1,141 @@
-"""T modules import only torch: no SGLang, neither directly nor through another module."""
+"""Imports between the rooms of the package go one way, as docs/architecture.md says."""
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "sglang_dflash"
 GUARD = PACKAGE.with_name("sglang_dflash_guard")
 
+CORE = {"method", "kernels", "model", "step"}
+# What each room may import. Wings never import each other, and nothing imports the engine.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "seam": {"errors"},
+    "method": set(),
+    "checkpoint": {"errors"},
+    "settings": {"errors"},
+    "kernels": {"method"},
+    "model": {"method", "kernels", "checkpoint"},
+    "step": {"method", "kernels", "model"},
+    "adaptive": CORE | {"seam"},
+    "backends": CORE | {"seam"},
+    "targets": CORE | {"seam", "errors", "checkpoint", "settings"},
+    "report": CORE | {"seam", "settings"},
+    "streams": set(),
+    "cpu": {"seam", "kernels", "checkpoint"},
+    "watch": {"errors"},
+    "tiny": {"errors"},
+    "tools": {"errors", "checkpoint", "settings", "watch", "tiny"},
+}
+ALLOWED["engine"] = ALLOWED.keys() - {"cpu", "tools", "tiny"}
+ALLOWED["__main__"] = {"tools"}
+FLOORS = 6
+NEEDS_ONLY_TORCH = ("checkpoint", "kernels", "method", "settings")
 
-def test_t_modules_need_no_sglang() -> None:
-    code = """
-import sys
-class Ban:
-    def find_spec(self, name, *_):
-        if name.split(".")[0] in ("sglang", "transformers"):
-            raise ImportError(f"a T module imported {name}")
-sys.meta_path.insert(0, Ban())
-import pkgutil, importlib
-import sglang_dflash.checkpoint, sglang_dflash.core, sglang_dflash.kernels
-for package in (sglang_dflash.checkpoint, sglang_dflash.core, sglang_dflash.kernels):
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
-import sglang_dflash.options, sglang_dflash.platforms
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
+def imports(package: Path) -> dict[str, set[str]]:
+    """The modules of a package, and which modules of this project each one imports.
 
-def test_nothing_but_its_plugin_reaches_the_cpu() -> None:
-    """`cpu/` runs SGLang without a GPU, for any algorithm. No code outside depends on it."""
-    named = []
-    for file in PACKAGE.rglob("*.py"):
-        if PACKAGE / "cpu" in file.parents:
+    Imports inside functions count, and so do those for type checkers.
+    """
+    modules = {}
+    for root in (PACKAGE, GUARD):
+        for file in root.rglob("*.py"):
+            parts = file.relative_to(root.parent).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    found: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        if package not in file.parents:
             continue
-        if re.search(r"sglang_dflash\.cpu|\bis_cpu\b|\.is_cuda\b", file.read_text()):
-            named.append(file.name)
-    assert named == []
+        found[name] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} has a relative import"
+                module = str(node.module)
+                names = [f"{module}.{alias.name}" for alias in node.names]
+                imported = [each if each in modules else module for each in names]
+            found[name] |= {each for each in imported if each in modules} - {name}
+    return found
+
+
+def rooms(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Each room, and those that it imports. A folder is one room with the folders in it."""
+    found: dict[str, set[str]] = {}
+    for module, others in imports(package).items():
+        if "." not in module:
+            continue
+        room = module.split(".")[1]
+        named = {other.split(".")[1] for other in others if "." in other}
+        found.setdefault(room, set()).update(named - {room})
+    return found
+
+
+def test_rooms_import_what_the_table_allows() -> None:
+    found = rooms()
+    assert found.keys() == ALLOWED.keys()
+    for room, others in found.items():
+        assert others <= ALLOWED[room], room
+
+
+def test_a_forbidden_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "sglang_dflash"
+    for room in ("step", "report"):
+        (package / room).mkdir(parents=True)
+        (package / room / "__init__.py").touch()
+    (package / "report" / "counts.py").touch()
+    late = "def commit() -> None:\n    from sglang_dflash.report import counts\n"
+    (package / "step" / "commit.py").write_text(late)
+    monkeypatch.setitem(globals(), "PACKAGE", package)
+    assert not rooms(package)["step"] <= ALLOWED["step"]
+
+
+def test_floors() -> None:
+    """No circle, neither of rooms nor of modules. A room is one floor above all that it imports."""
+    list(TopologicalSorter(imports(PACKAGE)).static_order())
+    list(TopologicalSorter(imports(GUARD)).static_order())
+    floors: dict[str, int] = {}
+    found = rooms()
+    for room in TopologicalSorter(found).static_order():
+        floors[room] = 1 + max((floors[other] for other in found[room]), default=0)
+    assert max(floors.values()) == floors["engine"] == FLOORS
+
+
+def test_no_loose_files() -> None:
+    loose = {file.name for file in PACKAGE.iterdir() if file.is_file()}
+    assert loose == {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 
 
 def test_the_guard_stands_alone() -> None:
     """It protects servers without DFLASH, and DFLASH serves without it."""
-    imports = re.compile(r"^\s*(?:from|import) (sglang_dflash[\w.]*)", re.MULTILINE)
-    for file in PACKAGE.rglob("*.py"):
-        assert not re.search("sglang_dflash_guard", file.read_text()), file
-    for file in GUARD.rglob("*.py"):
-        for module in imports.findall(file.read_text()):
-            allowed = ("sglang_dflash_guard.", "sglang_dflash.seam.", "sglang_dflash.errors")
-            assert module.startswith(allowed), (file, module)
+    for module, others in imports(GUARD).items():
+        allowed = ("sglang_dflash_guard.", "sglang_dflash.seam.", "sglang_dflash.errors")
+        assert all(other.startswith(allowed) for other in others), module
+    for module, others in imports(PACKAGE).items():
+        assert not any(other.startswith("sglang_dflash_guard") for other in others), module
 
 
-def test_one_name_has_one_file() -> None:
-    names = [file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
-    assert sorted(names) == sorted(set(names))
+def test_some_rooms_need_no_sglang() -> None:
+    """They import only torch: no SGLang, neither directly nor through another module."""
+    code = f"""
+import importlib, pkgutil, sys
+class Ban:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("sglang", "transformers"):
+            raise ImportError(f"imported {{name}}")
+sys.meta_path.insert(0, Ban())
+for room in {NEEDS_ONLY_TORCH}:
+    package = importlib.import_module(f"sglang_dflash.{{room}}")
+    for module in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
+        importlib.import_module(module.name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

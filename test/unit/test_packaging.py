@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import __version__
-from sglang_dflash.plugin import SGLANG_VERSION
+from sglang_dflash.engine.plugin import SGLANG_VERSION
 from sglang_dflash.tiny import DRAFT, TARGET
 
 REPO = Path(__file__).parents[2]

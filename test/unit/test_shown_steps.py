@@ -10,11 +10,11 @@ import pytest
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from sglang_dflash.runtime.step_log import Step
+from sglang_dflash.report.shown_steps import ShownSteps, texts_of
+from sglang_dflash.report.step_log import Step
 from sglang_dflash.tiny import TARGET
-from sglang_dflash.watch.chat import Token, styled
+from sglang_dflash.tools.chat import Token, styled
 from sglang_dflash.watch.page import page
-from sglang_dflash.watch.shown_steps import ShownSteps, texts_of
 
 TEXT = 'def größe(x):\n    return "🦀 日本語", x  # done'
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from sglang_dflash.cpu.stand_ins import apply_vocab_mask, murmur_hash32
+from sglang_dflash.cpu.shims import apply_vocab_mask, murmur_hash32
 
 MASK = 0xFFFFFFFF
 
@@ -45,7 +45,7 @@ def test_murmur_hash32_equals_the_triton_kernel() -> None:
     code = """
 import torch
 from sglang.srt.layers.utils.hash import murmur_hash32 as kernel
-from sglang_dflash.cpu.stand_ins import murmur_hash32 as twin
+from sglang_dflash.cpu.shims import murmur_hash32 as twin
 seeds = torch.tensor([0, 42, -1, 2**40 + 17], dtype=torch.int64).to(torch.uint64)
 positions, columns = torch.tensor([0, 1, 99, 2**31 - 1]), torch.arange(2050)
 assert torch.equal(kernel(seeds, positions, columns), twin(seeds, positions, columns))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_dflash.core.throughput import (
+from sglang_dflash.adaptive.throughput import (
     Array,
     StepTimes,
     Survival,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from sglang_dflash.options import VERIFY_WIDTH
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.verify_width import Weighed
+from sglang_dflash.adaptive.verify_width import Weighed
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.block import DFlashBlock
 from test.checkpoints import VOCAB
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess

@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
 from test.adapters import adapter_id, write_adapter
 from test.arguments import arguments
 from test.checkpoints import draft_config, draft_weights, write_draft

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.runtime.commit import append_until_finished
+from sglang_dflash.step.commit import append_until_finished
 
 TOKENS = st.integers(0, 5)
 SAMPLING = st.fixed_dictionaries(

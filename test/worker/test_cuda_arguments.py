@@ -14,10 +14,11 @@ import transformers
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import compatibility, target_kv
-from sglang_dflash.attention.fa3 import scheduled
+from sglang_dflash.backends.fa3 import scheduled
+from sglang_dflash.engine import refusals
 from sglang_dflash.errors import Refusal
-from sglang_dflash.options import DRAFT_AHEAD, Options
+from sglang_dflash.settings.options import DRAFT_AHEAD, Options
+from sglang_dflash.targets import kv_dtype as target_kv
 from test.arguments import arguments
 from test.inprocess import InProcess
 from test.targets import HEADS, SIZES, save_config
@@ -87,8 +88,8 @@ def test_targets_with_windows_are_known(tmp_path: Path) -> None:
     windowed = model_config(save_config(tmp_path / "gemma", "Gemma3ForCausalLM", config))
     config = transformers.Qwen3Config(**SIZES, **HEADS)
     plain = model_config(save_config(tmp_path / "qwen", "Qwen3ForCausalLM", config))
-    assert compatibility._has_windows(windowed)
-    assert not compatibility._has_windows(plain)
+    assert refusals._has_windows(windowed)
+    assert not refusals._has_windows(plain)
 
 
 @pytest.mark.parametrize("mla", [True, False])

@@ -14,10 +14,10 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.core.acceptance import accept
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.sample import TargetSampler
+from sglang_dflash.method.acceptance import accept
+from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.sample import TargetSampler
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_dflash import options
 from sglang_dflash.errors import Refusal
+from sglang_dflash.settings import options
 from sglang_dflash.tiny import DRAFT, TARGET
 from test import inprocess  # loads the plugin
 from test.try_flags import TRIED

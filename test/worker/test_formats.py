@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
-from sglang_dflash.launch import free_port
-from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.tools.launch import free_port
 from test.checkpoints import BLOCK, HIDDEN
 from test.formats import CASES, by_own_names, speculators, write
 from test.inprocess import InProcess

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from sglang_dflash.runtime.verify_width import FixedWidth
+from sglang_dflash.adaptive.verify_width import FixedWidth
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.inprocess import InProcess

@@ -23,8 +23,8 @@ from rich.console import Console
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.errors import LONGEST, Refusal
-from sglang_dflash.inspect_draft import Report, inspect, show
 from sglang_dflash.tiny import TARGET
+from sglang_dflash.tools.inspect import Report, inspect, show
 from test.arguments import arguments
 from test.damage import Folder, folders, sound, write_folder
 from test.inprocess import InProcess

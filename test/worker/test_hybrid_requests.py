@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_dflash import hybrid_targets
-from sglang_dflash.launch import free_port
+from sglang_dflash.targets import hybrid as hybrid_targets
+from sglang_dflash.tools.launch import free_port
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.ranks import on_two_ranks

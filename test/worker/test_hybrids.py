@@ -14,8 +14,8 @@ from sglang.srt.configs.mamba_utils import (
     Mamba2StateShape,
 )
 
-from sglang_dflash.hybrid_targets import bytes_of_inputs
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.targets.hybrid import bytes_of_inputs
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.rehearsal.mutation import mutate
@@ -163,15 +163,15 @@ def test_equal_prompts_share_a_state(pair: Pair) -> None:
 
 
 COUNT = "[len(taken) for taken in tokens]"
-REPLAY = "self._kernels.replay_states("
+REPLAY = "self._replay("
 MUTATIONS = {
-    "none": ("runtime.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
+    "none": ("targets.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
     "all accepted": (
-        "runtime.commit:Committer._commit",
+        "step.commit:Committer._commit",
         COUNT,
         "(outcome.num_accepted + 1).tolist()",
     ),
-    "one of each": ("runtime.commit:Committer._commit", COUNT, "[1] * len(tokens)"),
+    "one of each": ("step.commit:Committer._commit", COUNT, "[1] * len(tokens)"),
 }
 
 
@@ -190,7 +190,7 @@ def test_work_of_a_prefill_that_is_repeated_is_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation: a verify gets what its batch had to do as a prefill."""
-    monkeypatch.setattr("sglang_dflash.runtime.verify.PREFILL_ONLY_FIELDS", {})
+    monkeypatch.setattr("sglang_dflash.step.verify.PREFILL_ONLY_FIELDS", {})
     with pair.serve(disable_radix_cache=True) as engine:
         assert served(engine, pair) != pair.answers
 

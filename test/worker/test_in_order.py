@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
-from sglang_dflash.model import in_order
+from sglang_dflash.model.heads import sequential
 from test.checkpoints import BLOCK
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
@@ -29,7 +29,7 @@ def test_requests_of_a_batch_do_not_mix(
     case: str,
 ) -> None:
     """Three requests, of which two are drafted in one chunk."""
-    monkeypatch.setattr(in_order, "TOKEN_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(sequential, "TOKEN_CHUNK", 2 * BLOCK)
     config, weights, semantics = CASES[case]()
     prompts = [prompt(seed, length) for seed, length in ((51, 20), (52, 33), (53, 9))]
     own, compared = by_own_names(weights), 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_dflash.cpu import torch_attention
-from sglang_dflash.cpu.stand_ins import KV_BYTES, _bytes_bound
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.cpu import backends
+from sglang_dflash.cpu.shims import KV_BYTES, _bytes_bound
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.arguments import arguments
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
@@ -152,7 +152,7 @@ def test_a_prefill_by_heads_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     """A mutation: SGLang's own choice for a prefill without seeds, whose K and V are by head."""
     assert says(pair) == pair.answers[0]["ids"]
     monkeypatch.setattr(
-        torch_attention, "latent_handler", lambda original, registry, name: original(registry, name)
+        backends, "latent_handler", lambda original, registry, name: original(registry, name)
     )
     with pytest.raises(RuntimeError, match="size"):
         says(pair)

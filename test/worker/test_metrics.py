@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import VERIFY_WIDTH
-from sglang_dflash.runtime.metrics import (
+from sglang_dflash.report.metrics import (
     LOW_ACCEPT_LENGTH,
     WATCHED_STEPS,
     LowAcceptance,
     MeanWidth,
 )
-from sglang_dflash.runtime.policies import Committed, CommittedStep
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.policies import Committed, CommittedStep
 from test.inprocess import InProcess
 from test.worker.conftest import force, prompt
 

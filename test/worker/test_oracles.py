@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.options import VERIFY_WIDTH
-from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.block import DFlashBlock
 from test.forced import put_drafter
 from test.formats import CASES, write
 from test.inprocess import InProcess

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_dflash.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.inprocess import InProcess
 from test.worker.conftest import Alone, prompt
 

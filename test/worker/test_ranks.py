@@ -14,8 +14,8 @@ import torch
 from sglang.srt.layers import communicator, flashinfer_comm_fusion
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash import server_args as rules
-from sglang_dflash.launch import free_port
+from sglang_dflash.engine.v0_5_13 import server_args as rules
+from sglang_dflash.tools.launch import free_port
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND

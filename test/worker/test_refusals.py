@@ -17,9 +17,10 @@ from sglang.srt.managers import scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import options, plugin
-from sglang_dflash.compatibility import longest_request
+from sglang_dflash.engine import plugin
+from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.errors import Refusal
+from sglang_dflash.settings import options
 from test.adapters import write_adapter
 from test.arguments import arguments, launch, refused
 from test.certificates import write_certificate

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
-from sglang_dflash.options import DRAFT_AHEAD
-from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.settings.options import DRAFT_AHEAD
+from sglang_dflash.step.block import DFlashBlock
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.worker.conftest import Alone, Request, facts, force, prompt

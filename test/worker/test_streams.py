@@ -29,7 +29,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from transformers import AutoTokenizer
 
 import test.inprocess  # noqa: F401, loads the plugins
-from sglang_dflash.detokenizer import Detokenizer
+from sglang_dflash.streams.detokenizer import Detokenizer
 from sglang_dflash.tiny import DRAFT, TARGET
 from test.answers import ANSWERS, CALLS, LEAD, TOOLS
 

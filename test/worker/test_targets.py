@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.core.throughput import StepTimes
-from sglang_dflash.options import VERIFY_WIDTH
-from sglang_dflash.runtime.block import DFlashBlock
+from sglang_dflash.adaptive.throughput import StepTimes
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.block import DFlashBlock
 from test.checkpoints import (
     HIDDEN,
     LAYERS,

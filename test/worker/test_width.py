@@ -14,19 +14,19 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.core.throughput import (
+from sglang_dflash.adaptive import step_times
+from sglang_dflash.adaptive.throughput import (
     StepTimes,
 )
+from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
+from sglang_dflash.adaptive.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import Predicted
-from sglang_dflash.options import DRAFT_AHEAD, Options
-from sglang_dflash.options import VERIFY_WIDTH as VARIABLE
-from sglang_dflash.reports import meta_info
-from sglang_dflash.runtime import step_times
-from sglang_dflash.runtime.block import DFlashBlock
-from sglang_dflash.runtime.metrics import AcceptanceHistogram
-from sglang_dflash.runtime.verify_graphs import VerifyGraphs
-from sglang_dflash.runtime.verify_width import AdaptiveWidth, Fixed, FixedWidth
+from sglang_dflash.report.hooks import meta_info
+from sglang_dflash.report.metrics import AcceptanceHistogram
+from sglang_dflash.settings.options import DRAFT_AHEAD, Options
+from sglang_dflash.settings.options import VERIFY_WIDTH as VARIABLE
+from sglang_dflash.step.block import DFlashBlock
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.traces import draft_kv

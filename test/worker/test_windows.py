@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from sglang_dflash.options import VERIFY_WIDTH
+from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import IN_ORDER, KINDS, held_out
 from test.checkpoints import write_draft

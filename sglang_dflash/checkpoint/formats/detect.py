@@ -7,11 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, domino, dspark, speculators, zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import read_json
-from sglang_dflash.checkpoint.others import other_method
+from sglang_dflash.checkpoint.formats import dflash2, domino, dspark, speculators, zlab
+from sglang_dflash.checkpoint.formats.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal, shown
 

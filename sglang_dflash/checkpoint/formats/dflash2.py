@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.heads import read_convolution, read_selector
 from sglang_dflash.checkpoint.tensors import Tensors
 

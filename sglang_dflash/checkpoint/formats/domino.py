@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint import zlab
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
+from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.tensors import Tensors
 
 HEAD_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")

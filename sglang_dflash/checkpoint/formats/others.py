@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, domino, dspark, zlab
+from sglang_dflash.checkpoint.formats import dflash2, domino, dspark, zlab
 from sglang_dflash.errors import Refusal, shown
 
 # Methods by a key that only their configs have, or by how such keys begin.

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint import dflash2, dspark
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.fields import (
     FULL,
@@ -21,6 +20,7 @@ from sglang_dflash.checkpoint.fields import (
     SLIDING,
     Fields,
 )
+from sglang_dflash.checkpoint.formats import dflash2, dspark
 from sglang_dflash.checkpoint.heads import (
     read_confidence,
     read_convolution,

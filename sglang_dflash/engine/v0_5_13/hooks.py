@@ -10,13 +10,13 @@ import torch
 from sglang.srt.server_args import get_global_server_args
 from transformers import Qwen3Config
 
-from sglang_dflash import server_args as rules
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.served import draft_config, is_draft, load_draft
 from sglang_dflash.errors import Refusal
 from sglang_dflash.model.vocabulary import logits_processor
-from sglang_dflash.platforms import platform_of
-from sglang_dflash.runtime.logit_rules import wrong_processor
+from sglang_dflash.settings.platforms import platform_of
+from sglang_dflash.step.logit_rules import wrong_processor
 
 
 def validate_request(req: Any) -> str | None:
@@ -49,9 +49,9 @@ def validate_request(req: Any) -> str | None:
 
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_config`: for a DFlash draft, make the config from this package's reading."""
-    if not rules.is_draft(model, kwargs.get("revision")):
+    if not is_draft(model, kwargs.get("revision")):
         return original(model, *args, **kwargs)
-    config, _ = rules.load_draft(model, kwargs.get("revision"))
+    config, _ = load_draft(model, kwargs.get("revision"))
     hf_config = Qwen3Config(**config.hf_config())
     hf_config.dflash_path = config.path
     return hf_config
@@ -59,7 +59,7 @@ def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
 
 def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND `get_generation_config`: a DFlash draft has none."""
-    if rules.is_draft(model, kwargs.get("revision")):
+    if is_draft(model, kwargs.get("revision")):
         return None
     return original(model, *args, **kwargs)
 
@@ -205,7 +205,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
     """
     if runner.is_draft_worker:
         return 0
-    draft = rules.draft_config(runner.server_args)
+    draft = draft_config(runner.server_args)
     heads: int = max(1, draft.num_kv_heads // runner.tp_size)
     return draft.kv_bytes_per_token(runner.dtype.itemsize) * heads // draft.num_kv_heads
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash import compatibility, options
-from sglang_dflash.adapters import has_adapters
-from sglang_dflash.checkpoint import hub, read_draft, speculators
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import read_json
-from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.checkpoint.formats import speculators
+from sglang_dflash.checkpoint.served import draft_config, served_draft
+from sglang_dflash.engine import refusals
 from sglang_dflash.errors import BUILT_IN, Refusal
-from sglang_dflash.options import Options
-from sglang_dflash.platforms import platform_of
 from sglang_dflash.seam.flags import is_dflash
+from sglang_dflash.settings import options
+from sglang_dflash.settings.options import Options, has_adapters
+from sglang_dflash.settings.platforms import platform_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,42 +49,6 @@ UNSERVED = {
     "dsa": "serves DeepSeek's sparse attention (DSA) only",
     "nsa": "serves DeepSeek's sparse attention (DSA) only",
 }
-
-
-@lru_cache(maxsize=8)
-def load_draft(path: str, revision: str | None) -> tuple[DFlashConfig, Tensors]:
-    """Configuration and headers of a draft, from a local folder or the model hub, read once."""
-    return read_draft(hub.draft_folder(path, revision))
-
-
-@lru_cache(maxsize=32)
-def is_draft(path: str, revision: str | None) -> bool:
-    """Whether the config.json of a folder or a hub id describes a DFlash draft.
-
-    SGLang reads targets by the same functions as drafts, and this package may not read them. So a
-    config that cannot be had or read is that of no draft here. The answer is kept.
-    """
-    try:
-        file = hub.config_file(path, revision)
-        format_of(read_json(file), file)
-    except Refusal:
-        return False
-    return True
-
-
-def _draft(server_args: ServerArgs) -> tuple[DFlashConfig, Tensors]:
-    if server_args.speculative_draft_model_path is None:
-        raise Refusal(
-            "--speculative-algorithm DFLASH needs a draft.", "Give --speculative-draft-model-path."
-        )
-    return load_draft(
-        server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
-    )
-
-
-def draft_config(server_args: ServerArgs) -> DFlashConfig:
-    """The draft of these server arguments; raises `Refusal`."""
-    return _draft(server_args)[0]
 
 
 def adopt_speculators(server_args: ServerArgs) -> None:
@@ -163,19 +125,19 @@ def _config_of(server_args: ServerArgs) -> dict[str, Any]:
 
 def handle_dflash(server_args: ServerArgs) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
-    compatibility.check_flags(server_args)
-    draft, tensors = _draft(server_args)
+    refusals.check_flags(server_args)
+    draft, tensors = served_draft(server_args)
     server_args.speculative_num_draft_tokens = _block_size(server_args, draft)
     server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
     server_args.speculative_draft_attention_backend = _draft_backend(server_args)
-    compatibility.check_target(server_args, draft)
-    compatibility.check_draft(server_args, draft, tensors)
+    refusals.check_target(server_args, draft)
+    refusals.check_draft(server_args, draft, tensors)
     server_args.speculative_draft_model_quantization = draft.quantization_method
     chosen = Options.read(server_args)  # refuses before any process starts
     if server_args.max_total_tokens is not None:
         page_size = server_args.page_size or 1
         tokens = server_args.max_total_tokens
-        compatibility.longest_request(tokens, chosen.reserved_tokens, page_size)  # or refuse
+        refusals.longest_request(tokens, chosen.reserved_tokens, page_size)  # or refuse
     if has_adapters(server_args):
         [width] = chosen.verify_widths
         logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)

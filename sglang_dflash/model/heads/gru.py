@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.model.in_order import InOrder
+from sglang_dflash.model.heads.sequential import InOrder
 from sglang_dflash.model.vocabulary import Predicted, Vocabulary
 
 

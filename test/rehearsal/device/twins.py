@@ -316,7 +316,7 @@ def _pretend_gated_delta_rule() -> None:
     check = "q.dtype != torch.float32"
     assert check in source
     exec(source.replace(check, "True"), vars(chunk))
-    from sglang_dflash.platforms import PLATFORMS
+    from sglang_dflash.settings.platforms import PLATFORMS
 
     platform = PLATFORMS["cuda"]
     PLATFORMS["cuda"] = replace(platform, gdn_dtypes=(*platform.gdn_dtypes, torch.float32))
