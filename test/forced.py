@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.draft_ahead import DraftAhead
 from sglang_dflash.step.propose import Drafter
 
@@ -27,7 +27,7 @@ class Recorder:
     inner: Drafter
     blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
+    def propose(self, batch: Any, *where: Any) -> Block:
         block = self.inner.propose(batch, *where)
         for req, row in zip(batch.reqs, block.token_ids.tolist(), strict=True):
             self.blocks.setdefault(req.rid, []).append(row)
@@ -46,18 +46,18 @@ class Forced:
     truth: dict[str, list[int]] = field(default_factory=dict)
     vocab_size: int = 160
 
-    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
+    def propose(self, batch: Any, *where: Any) -> Block:
         block = self.inner.propose(batch, *where)
         tokens = block.token_ids.clone()
         for row, req in enumerate(batch.reqs):
-            committed = int(block.position_ids[row, 0]) + 1 - len(req.origin_input_ids)
+            committed = int(block.positions[row, 0]) + 1 - len(req.origin_input_ids)
             ahead = self.truth[req.rid][committed:]
             count = self.accept(req)
             for j in range(1, tokens.shape[1]):
                 right = ahead[j - 1] if j <= len(ahead) else 0
                 tokens[row, j] = right if j <= count else (right + 1) % self.vocab_size
         assert torch.equal(tokens[:, 0], block.token_ids[:, 0])
-        return DFlashBlock(tokens, block.position_ids, block.slots, block.probabilities)
+        return Block(tokens, block.positions, block.slots, block.probabilities)
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Remembered:
     inner: Drafter
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
-    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
+    def propose(self, batch: Any, *where: Any) -> Block:
         block = self.inner.propose(batch, *where)
         tokens = block.token_ids.clone()
         for row, req in enumerate(batch.reqs):
             answer = self.answers.setdefault(tuple(req.origin_input_ids), [])
             answer += req.output_ids[len(answer) :]
-            committed = int(block.position_ids[row, 0]) + 1 - len(req.origin_input_ids)
+            committed = int(block.positions[row, 0]) + 1 - len(req.origin_input_ids)
             ahead = answer[committed : committed + tokens.shape[1] - 1]
             tokens[row, 1 : 1 + len(ahead)] = torch.tensor(ahead, dtype=tokens.dtype)
-        return DFlashBlock(tokens, block.position_ids, block.slots, block.probabilities)
+        return Block(tokens, block.positions, block.slots, block.probabilities)

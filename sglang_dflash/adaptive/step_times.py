@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sglang_dflash.adaptive.throughput import Array, StepTimes, without_outliers
 from sglang_dflash.kernels.next_block import block_positions
+from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.forward import forward_of
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.verify import Verifier
 
@@ -96,11 +97,11 @@ class StepTimer:
     def _verify(self, batch: int, width: int) -> None:
         rows, seq_lens, seq_lens_cpu = self._requests(batch)
         dummy = rows.new_zeros(batch, width)
-        block = DFlashBlock(dummy, block_positions(seq_lens, width), dummy)
-        forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
+        block = Block(dummy, block_positions(seq_lens, width), dummy)
+        forward = forward_of(block, rows, seq_lens, seq_lens_cpu)
         output = self._verifier.dry_run(forward, width)
-        slots = torch.ones_like(block.out_cache_loc)  # any slot that is written; no request uses it
-        self._context_kv.write(output.hidden_states, block.positions, slots)
+        slots = torch.ones_like(forward.out_cache_loc)  # any slot; no request uses it
+        self._context_kv.write(output.hidden_states, forward.positions, slots)
 
     def _requests(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and lengths of dummy requests: [B] int64 each, the last one on the host."""

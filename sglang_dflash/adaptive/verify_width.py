@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from sglang_dflash.adaptive.throughput import Array, StepTimes, Survival, common_width, own_widths
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 
 PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
 WORTH = 1.1  # the host waits for a draft only if a step can get this much faster
@@ -21,7 +21,7 @@ WORTH = 1.1  # the host waits for a draft only if a step can get this much faste
 class Fixed:
     """A choice from which nothing is learned."""
 
-    block: DFlashBlock
+    block: Block
 
     def learn(self, num_accepted: Tensor) -> None:
         pass
@@ -33,7 +33,7 @@ class FixedWidth:
     def __init__(self, width: int, block_size: int) -> None:
         self._width, self._block_size = width, block_size
 
-    def choose(self, block: DFlashBlock) -> Fixed:
+    def choose(self, block: Block) -> Fixed:
         return Fixed(block.first(self._width))
 
     def verifies_whole(self, requests: int) -> bool:
@@ -44,7 +44,7 @@ class FixedWidth:
 class Weighed:
     """A choice by the draft's probabilities."""
 
-    block: DFlashBlock
+    block: Block
     probabilities: Array  # [B, N-1] float32, of the whole block's drafts
     widths: Array  # [B] int64
     survival: Survival
@@ -66,7 +66,7 @@ class AdaptiveWidth:
         self._survival = Survival(block_size)
         self._steps = 0
 
-    def choose(self, block: DFlashBlock) -> Fixed | Weighed:
+    def choose(self, block: Block) -> Fixed | Weighed:
         """The host waits for the draft, unless the block is verified whole in any case."""
         requests = len(block.slots)
         if self.verifies_whole(requests):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.seam.patched import temporarily
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.step.forward import VerifyInput
 
 
 def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
@@ -33,7 +33,7 @@ class Plans:
     def __call__(
         self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor, *args: Any, **given: Any
     ) -> None:
-        if not isinstance(given["spec_info"], DFlashBlock):
+        if not isinstance(given["spec_info"], VerifyInput):
             return self._update(rows, seq_lens, seq_lens_cpu, *args, **given)
         if not self._copied.query():  # a plan overwrites the pinned memory of the one before
             self._copied.synchronize()

@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
 from sglang_dflash.method.acceptance import Accepted, Outcome
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.logit_rules import penalties_of
 from sglang_dflash.step.logprobs import append_committed
@@ -32,7 +32,7 @@ class Committer:
         self.observers = observers
 
     def commit(
-        self, batch: ScheduleBatch, drafted: DFlashBlock, verified: Verified, outcome: Outcome
+        self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
         """Give the accepted tokens to their requests.
 
@@ -42,7 +42,7 @@ class Committer:
             return self._commit(batch, drafted, verified, outcome)
 
     def _commit(
-        self, batch: ScheduleBatch, drafted: DFlashBlock, verified: Verified, outcome: Outcome
+        self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
         block, output = verified.block, verified.output
         if batch.sampling_info.penalizer_orchestrator.is_required:

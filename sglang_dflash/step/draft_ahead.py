@@ -6,7 +6,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
 from sglang_dflash.method.acceptance import Outcome
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.policies import VerifyWidth
 from sglang_dflash.step.prefill import all_start_to_decode
 from sglang_dflash.step.propose import Drafter
@@ -46,15 +46,15 @@ class DraftAhead:
         self._verify_width, self._context_len = verify_width, context_len
         self._exact_lengths, self._plans = exact_lengths, plans
 
-    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Block | None:
         if not all_start_to_decode(batch) or not batch.check_decode_mem():
             return None
         self._slots.reserve(batch.reqs)
         return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
 
-    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> DFlashBlock:
+    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> Block:
         accepted, rows = verified.accepted, batch.req_pool_indices
-        most_committed: Tensor | int = verified.block.draft_token_num
+        most_committed: Tensor | int = verified.block.width
         if self._exact_lengths:
             most_committed = Outcome.unpack(copy.wait()).num_accepted + 1
         # Only a request that ends in this step can exceed the context length.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.state import HostCopy
 from sglang_dflash.step.verify import Verified
 
@@ -17,7 +17,7 @@ class Choice(Protocol):
     """The part of a block that a step verifies."""
 
     @property
-    def block(self) -> DFlashBlock: ...
+    def block(self) -> Block: ...
 
     def learn(self, num_accepted: Tensor) -> None:
         """num_accepted: [B] int64 on the host, the accepted drafts of the step."""
@@ -26,7 +26,7 @@ class Choice(Protocol):
 class VerifyWidth(Protocol):
     """How many positions of a drafted block the target verifies."""
 
-    def choose(self, block: DFlashBlock) -> Choice:
+    def choose(self, block: Block) -> Choice:
         """Cut a drafted block."""
 
     def verifies_whole(self, requests: int) -> bool:
@@ -39,12 +39,12 @@ class VerifyWidth(Protocol):
 class NextDraft(Protocol):
     """The block that is drafted after a step or a prefill, or None to draft it later."""
 
-    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> DFlashBlock | None:
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Block | None:
         """anchors: [B] int64, the first tokens."""
 
     def after_verify(
         self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
-    ) -> DFlashBlock | None:
+    ) -> Block | None:
         """copy: of `Accepted.packed`."""
 
 
@@ -79,7 +79,7 @@ class CommittedStep:
     """What a step did, by request."""
 
     reqs: list[Req]
-    drafted: DFlashBlock  # the whole block, of which a part was verified
+    drafted: Block  # the whole block, of which a part was verified
     widths: list[int]  # positions that were verified
     committed: list[Committed]
 

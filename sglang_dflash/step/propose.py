@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.next_block import block_positions
+from sglang_dflash.method.block import Block
 from sglang_dflash.model.vocabulary import CERTAIN
-from sglang_dflash.step.block import DFlashBlock
 from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.forward import forward_of
 from sglang_dflash.step.window import DraftWindow
 
 
@@ -41,7 +42,7 @@ class Drafter:
 
     def propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
-    ) -> DFlashBlock:
+    ) -> Block:
         """Draft the next block of every request.
 
         anchors: [B] int64, the last committed tokens; seq_lens: [B] int64, tokens before them;
@@ -53,17 +54,16 @@ class Drafter:
 
     def _propose(
         self, batch: ScheduleBatch, anchors: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
-    ) -> DFlashBlock:
+    ) -> Block:
         rows = batch.req_pool_indices
         token_ids, positions, slots = self._kernels.next_block(
             anchors, seq_lens, rows, self._table, self._block_size, self._mask_token_id
         )
         drafts = self._forward(
-            DFlashBlock(
+            Block(
                 token_ids[:, : self._draft_width],
                 positions[:, : self._draft_width],
                 slots[:, : self._draft_width],
-                capture_hidden_mode=CaptureHiddenMode.NULL,
             ),
             rows,
             seq_lens,
@@ -75,15 +75,15 @@ class Drafter:
             probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is not an int64
         # This copies the drafts: the graphs of draft and target share memory.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
-        return DFlashBlock(token_ids, positions, slots, probabilities)
+        return Block(token_ids, positions, slots, probabilities)
 
     def _forward(
-        self, masked: DFlashBlock, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+        self, masked: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> Tensor:
         """Run the draft. Returns drafts, [B, N-1] int64, or [B, N-1, 2] with probabilities."""
         if self._window is not None:
             seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
-        forward = masked.forward_batch(rows, seq_lens, seq_lens_cpu)
+        forward = forward_of(masked, rows, seq_lens, seq_lens_cpu, CaptureHiddenMode.NULL)
         packed: Tensor = self._runner.forward(forward).logits_output.hidden_states
         requests, drafts = len(rows), self._block_size - 1
         return packed[: requests * drafts].view(requests, drafts, *packed.shape[1:])
@@ -92,5 +92,6 @@ class Drafter:
         """Run the draft's forward on dummy slots, to time it."""
         dummy = rows.new_zeros(len(rows), self._draft_width)
         positions = block_positions(seq_lens, self._draft_width)
-        masked = DFlashBlock(dummy, positions, dummy, capture_hidden_mode=CaptureHiddenMode.NULL)
-        self._runner.forward(masked.forward_batch(rows, seq_lens, seq_lens_cpu))
+        masked = Block(dummy, positions, dummy)
+        forward = forward_of(masked, rows, seq_lens, seq_lens_cpu, CaptureHiddenMode.NULL)
+        self._runner.forward(forward)

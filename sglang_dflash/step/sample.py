@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.logit_rules import (
     has_rules,
     mask_by_grammar,
@@ -35,7 +35,7 @@ class TargetSampler:
         self._group = get_tp_group()
 
     def __call__(
-        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
     ) -> Tensor:
         """Draw the token behind every position: [T] int64, equal on all ranks.
 
@@ -53,7 +53,7 @@ class TargetSampler:
         """Whether a batch needs only the largest logit of each position."""
         return bool(batch.sampling_info.is_all_greedy) and not has_rules(batch)
 
-    def _apply_rules(self, logits: Tensor, batch: ScheduleBatch, block: DFlashBlock | None) -> None:
+    def _apply_rules(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
         if not has_rules(batch):
             return
         info, orchestrator = batch.sampling_info, batch.sampling_info.penalizer_orchestrator
@@ -70,11 +70,11 @@ class TargetSampler:
             spread.add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
             run_custom_processors(spread[:, 0], info, batch.reqs)
-        if block is not None and block.present is not None:
-            logits.copy_(spread[block.present])  # `unflatten` made a copy
+        if block is not None and block.ragged is not None:
+            logits.copy_(block.flatten(spread))  # `unflatten` made a copy
 
     def _draw(
-        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: DFlashBlock | None
+        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
     ) -> Tensor:
         greedy = self._kernels.largest(logits).column
         info = batch.sampling_info
@@ -122,12 +122,12 @@ class TargetSampler:
         return drawn
 
 
-def _expand(requests: Tensor, block: DFlashBlock | None) -> Tensor:
+def _expand(requests: Tensor, block: Block | None) -> Tensor:
     """Repeat each request's value, [B, ..], for its positions."""
     return requests if block is None else block.expand(requests)
 
 
-def _by_position(info: SamplingBatchInfo, block: DFlashBlock | None) -> SamplingBatchInfo:
+def _by_position(info: SamplingBatchInfo, block: Block | None) -> SamplingBatchInfo:
     """Each request's sampling parameters for all its positions."""
     expanded = {}
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):

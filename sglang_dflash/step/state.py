@@ -8,7 +8,7 @@ import torch
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 
 
 @dataclass
@@ -16,7 +16,7 @@ class DFlashState(SpecInput):
     """`ScheduleBatch.spec_info` between steps. SGLang filters and merges it with its requests."""
 
     anchors: Tensor  # [B] int64, the last committed token of each request
-    block: DFlashBlock | None = None  # the next block, if it is drafted already
+    block: Block | None = None  # the next block, if it is drafted already
 
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.DFLASH_DRAFT)

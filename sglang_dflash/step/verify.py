@@ -22,9 +22,10 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.acceptance import Accepted
+from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
-from sglang_dflash.step.block import DFlashBlock
 from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.forward import VerifyInput, forward_of
 from sglang_dflash.step.logit_rules import one_token_a_step
 from sglang_dflash.step.sample import TargetSampler
 
@@ -46,7 +47,7 @@ PREFILL_ONLY_FIELDS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Verified:
-    block: DFlashBlock
+    block: Block
     accepted: Accepted
     result: GenerationBatchResult  # of the target's forward, `output` inside
 
@@ -89,26 +90,24 @@ class Verifier:
         self._graphs = graphs
         self._kernels = kernels
         self._clock = clock
-        self._planned: tuple[DFlashBlock, ForwardBatch] | None = None
+        self._planned: tuple[Block, ForwardBatch] | None = None
         self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()  # 0: the drafts decide
         if self._simulated_length > 0:
             length = self._simulated_length
             logger.warning("SIMULATED ACCEPTANCE of %s: output is meaningless.", length)
 
-    def plan(
-        self, rows: Tensor, block: DFlashBlock, seq_lens: Tensor, seq_lens_cpu: Tensor
-    ) -> None:
+    def plan(self, rows: Tensor, block: Block, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
         """Fill the inputs of this block's verify graph before the host waits.
 
         rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
         is in buffers that all graphs share, so the forward of any other graph destroys it
         (`forget`). The LoRA adapters of these requests are in them since their last verify.
         """
-        self._graphs.use(block.draft_token_num)
+        self._graphs.use(block.width)
         graphs = self._runner.graph_runner
         if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
             return  # these forwards have further inputs, which only SGLang's own batch has
-        forward = block.forward_batch(rows, seq_lens, seq_lens_cpu)
+        forward = forward_of(block, rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):
             return
         graphs.replay_prepare(forward)
@@ -119,13 +118,13 @@ class Verifier:
         """Drop the plan, because a prefill or new graphs come between it and its verify."""
         self._planned = None
 
-    def verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
+    def verify(self, batch: ScheduleBatch, block: Block) -> Verified:
         """Run the target over the block, and accept the drafts that equal its own draws."""
         with self._clock("verify"):
             return self._verify(batch, block)
 
-    def _verify(self, batch: ScheduleBatch, block: DFlashBlock) -> Verified:
-        self._graphs.use(block.draft_token_num)
+    def _verify(self, batch: ScheduleBatch, block: Block) -> Verified:
+        self._graphs.use(block.width)
         simulated = self._simulated(batch, block) if self._simulated_length > 0 else None
         result = self._forward(batch, block)
         output = result.logits_output
@@ -134,7 +133,8 @@ class Verifier:
             output.hidden_states = output.hidden_states.clone()
         if batch.return_logprob or not self._sampler.is_argmax(batch):
             output.next_token_logits = output.next_token_logits.float()
-        drawn = self._sampler(output.next_token_logits, batch, block.positions, block)
+        positions = block.flatten(block.positions)
+        drawn = self._sampler(output.next_token_logits, batch, positions, block)
         accepted = self._kernels.accept(
             self._acceptable(batch, block),
             block.unflatten(drawn),
@@ -145,21 +145,22 @@ class Verifier:
         )
         return Verified(block, accepted, result)
 
-    def _forward(self, batch: ScheduleBatch, block: DFlashBlock) -> GenerationBatchResult:
+    def _forward(self, batch: ScheduleBatch, block: Block) -> GenerationBatchResult:
         """The target's forward over the block, by its plan if there is one."""
         planned, self._planned = self._planned, None
         if planned is not None and planned[0] is block:
             return self._target.forward_batch_generation(None, planned[1], is_verify=True)
         view = shallow_view(batch)
         view.forward_mode = ForwardMode.TARGET_VERIFY
-        view.input_ids, view.out_cache_loc = block.draft_token, block.out_cache_loc
-        view.spec_info = block
+        view.spec_info = verify_input = VerifyInput(block)
+        view.input_ids = verify_input.draft_token
+        view.out_cache_loc = verify_input.out_cache_loc
         view.return_hidden_states = False
         view.replace_embeds = None  # SGLang does not remove those of a prompt
         vars(view).update(PREFILL_ONLY_FIELDS)
         return self._target.forward_batch_generation(view, is_verify=True)
 
-    def _simulated(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+    def _simulated(self, batch: ScheduleBatch, block: Block) -> Tensor:
         """The number of drafts that SGLANG_SIMULATE_ACC_LEN accepts per request, [B] int64.
 
         It is copied before the verify is queued, so that the copy waits for nothing.
@@ -172,18 +173,18 @@ class Verifier:
         on_host = torch.tensor(accepted, pin_memory=is_pin_memory_available(device))
         return on_host.to(device, non_blocking=True)
 
-    def _acceptable(self, batch: ScheduleBatch, block: DFlashBlock) -> Tensor:
+    def _acceptable(self, batch: ScheduleBatch, block: Block) -> Tensor:
         """The block's tokens, [B, w] int64, -1 for drafts that count as wrong.
 
         So do all drafts of a request that commits one token per step.
         """
         tokens = block.token_ids
-        if block.present is not None:
-            tokens = tokens.masked_fill(~block.present, -1)
+        if block.ragged is not None:
+            tokens = block.unflatten(block.flatten(tokens), absent=-1)
         alone = one_token_a_step(batch)
         if any(alone):
             requests = torch.tensor(alone, device=tokens.device)
-            is_draft = torch.arange(block.draft_token_num, device=tokens.device) > 0
+            is_draft = torch.arange(block.width, device=tokens.device) > 0
             tokens = tokens.masked_fill(requests[:, None] & is_draft, -1)
         return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_dflash.method.acceptance import Outcome
+from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.commit import Committer
-from sglang_dflash.step.policies import NextDraft, VerifyWidth, WorkerReport
+from sglang_dflash.step.policies import Choice, NextDraft, VerifyWidth, WorkerReport
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
@@ -20,6 +22,17 @@ from sglang_dflash.step.state import DFlashState, HostCopy
 from sglang_dflash.step.verify import TargetGraphs, Verified, Verifier
 
 NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that is queued on the device."""
+
+    block: Block  # anchors and drafts
+    choice: Choice  # the part of it that is verified
+    verified: Verified
+    copy: HostCopy  # of `verified.accepted.packed`
+    following: Block | None  # the next block, if it is drafted ahead
 
 
 class DFlashWorker:
@@ -71,6 +84,10 @@ class DFlashWorker:
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one step: propose, verify, commit."""
+        return self.land(batch, self.launch(batch))
+
+    def launch(self, batch: ScheduleBatch) -> Launched:
+        """Queue a step on the device, up to the copy of its outcome and the draft after it."""
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
@@ -80,16 +97,21 @@ class DFlashWorker:
         copy = HostCopy(verified.accepted.packed)
         self._write_context(verified)
         following = self.next_draft.after_verify(batch, verified, copy)
-        outcome = Outcome.unpack(copy.wait())
-        batch.spec_info = DFlashState(verified.accepted.bonus, following)
-        choice.learn(outcome.num_accepted)
-        return self.committer.commit(batch, block, verified, outcome)
+        return Launched(block, choice, verified, copy, following)
+
+    def land(self, batch: ScheduleBatch, step: Launched) -> GenerationBatchResult:
+        """Wait for the outcome of a step, and give its tokens to their requests."""
+        outcome = Outcome.unpack(step.copy.wait())
+        batch.spec_info = DFlashState(step.verified.accepted.bonus, step.following)
+        step.choice.learn(outcome.num_accepted)
+        return self.committer.commit(batch, step.block, step.verified, outcome)
 
     def _write_context(self, verified: Verified) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
         block = verified.block
+        positions = block.flatten(block.positions)
         slots = block.flatten(verified.accepted.kv_slots)
-        self.context_kv.write(verified.output.hidden_states, block.positions, slots)
+        self.context_kv.write(verified.output.hidden_states, positions, slots)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""

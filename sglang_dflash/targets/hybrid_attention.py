@@ -19,7 +19,7 @@ def count_padding(
     bs: int,
     rows: Any,
     forward_mode: Any,
-    block: Any,
+    verify_input: Any,
     seq_lens_cpu: Any,
 ) -> Any:
     """AROUND `MambaAttnBackendBase._replay_metadata`: the rows behind the block are padding.
@@ -31,8 +31,8 @@ def count_padding(
     if seq_lens_cpu is not None and forward_mode.is_target_verify():
         filler = backend.get_cuda_graph_seq_len_fill_value()
         seq_lens_cpu = torch.full((bs,), filler)
-        seq_lens_cpu[: len(block.slots)] = filler + 1
-    return original(backend, bs, rows, forward_mode, block, seq_lens_cpu)
+        seq_lens_cpu[: len(verify_input.block.slots)] = filler + 1
+    return original(backend, bs, rows, forward_mode, verify_input, seq_lens_cpu)
 
 
 def verify_block(

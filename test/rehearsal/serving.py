@@ -144,7 +144,7 @@ def recorded(run: InProcess) -> Drafts:
 
     def proposed(batch: Any, *where: Any) -> Any:
         block = propose(batch, *where)
-        rows = zip(batch.reqs, block.position_ids.tolist(), block.token_ids.tolist(), strict=True)
+        rows = zip(batch.reqs, block.positions.tolist(), block.token_ids.tolist(), strict=True)
         drafts.extend((req.rid, at[0], tokens) for req, at, tokens in rows)
         return block
 

@@ -131,7 +131,7 @@ def test_chunks(pair: Path, asked: dict[str, Asked], backend: str) -> None:
     served(pair, asked, backend, page_size=16, chunked_prefill_size=16)
 
 
-PLAN = "step.block:DFlashBlock.generate_attn_arg_prefill"
+PLAN = "step.forward:VerifyInput.generate_attn_arg_prefill"
 MUTATIONS: list[tuple[str, Change]] = [
     (
         "fa3",
@@ -140,7 +140,7 @@ MUTATIONS: list[tuple[str, Change]] = [
     ("fa3", ("backends.fa3:begin_forward", "backend.page_size,", "1,")),
     ("flashinfer", (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)")),
     ("flashinfer", (PLAN, "(requests + 1) * width, width", "requests + 1, 1")),
-    ("triton", ("step.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,")),
+    ("triton", ("step.forward:forward_of", "=seq_lens,", "=seq_lens + 1,")),
 ]
 
 

@@ -32,7 +32,7 @@ TOKENS = [
     ("kernels.accept:launch_accept", "simulated,", "seq_lens * 0 + width - 1,"),
     ("kernels.accept:launch_accept", "max_len,", "max_len - 220,"),
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
-    ("step.block:DFlashBlock.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
+    ("step.forward:forward_of", "=seq_lens,", "=seq_lens + 1,"),
     ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
     ("step.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
@@ -41,7 +41,7 @@ TOKENS = [
     ("backends.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
 ]
-PLAN = "step.block:DFlashBlock.generate_attn_arg_prefill"
+PLAN = "step.forward:VerifyInput.generate_attn_arg_prefill"
 PLANS = [
     (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)"),
     (PLAN, "(requests + 1) * width, width", "requests + 1, 1"),

@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.adaptive.verify_width import Weighed
+from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.block import DFlashBlock
 from test.checkpoints import VOCAB
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
@@ -102,11 +102,11 @@ def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     return forced
 
 
-def verify_parts(engine: InProcess, part: Callable[[DFlashBlock], DFlashBlock]) -> None:
+def verify_parts(engine: InProcess, part: Callable[[Block], Block]) -> None:
     """Verify this part of every block, whatever pays; the policy learns from it all the same."""
     policy = engine.worker.verify_width
 
-    def choose(block: DFlashBlock) -> Weighed:
+    def choose(block: Block) -> Weighed:
         assert block.probabilities is not None
         verified, probabilities = part(block), block.probabilities.cpu().numpy()
         return Weighed(verified, probabilities, np.array(verified.lens), policy._survival)
@@ -120,8 +120,8 @@ def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     rng = random.Random(8)
 
-    def some(block: DFlashBlock) -> DFlashBlock:
-        return block.cut(np.array([rng.randint(1, block.draft_token_num) for _ in block.slots]))
+    def some(block: Block) -> Block:
+        return block.cut(np.array([rng.randint(1, block.width) for _ in block.slots]))
 
     return lambda engine: verify_parts(engine, some)
 

@@ -176,7 +176,7 @@ def test_drafts_read_the_adapted_target(target: str, draft: str, folder: Path) -
 
         def recorded(batch: Any, *where: Any) -> Any:
             block = propose(batch, *where)
-            blocks.append((int(block.position_ids[0, 0]), block.token_ids[0].tolist()))
+            blocks.append((int(block.positions[0, 0]), block.token_ids[0].tolist()))
             return block
 
         engine.worker.drafter.propose = recorded

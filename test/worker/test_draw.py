@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.acceptance import accept
-from sglang_dflash.step.block import DFlashBlock
+from sglang_dflash.method.block import Block
 from sglang_dflash.step.sample import TargetSampler
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
@@ -85,7 +85,7 @@ def draw_many(
     draw = TargetSampler(Sampler(), Kernels.on("cpu"))
     torch.manual_seed(seed)
     zeros = torch.zeros(len(mix), width, dtype=torch.long)
-    block = DFlashBlock(zeros, zeros, zeros)
+    block = Block(zeros, zeros, zeros)
     rows = logits.repeat(len(mix) * width, 1)
     drawn = [draw(rows.clone(), batch, block.positions, block) for _ in range(DRAWS // width)]
     tokens: torch.Tensor = torch.stack(drawn).unflatten(1, zeros.shape)

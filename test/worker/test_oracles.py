@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.block import DFlashBlock
 from test.forced import put_drafter
 from test.formats import CASES, write
 from test.inprocess import InProcess
@@ -33,11 +33,11 @@ class Seen:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.blocks: dict[int, DFlashBlock] = {}
+        self.blocks: dict[int, Block] = {}
 
-    def propose(self, batch: Any, *where: Any) -> DFlashBlock:
-        block: DFlashBlock = self.inner.propose(batch, *where)
-        self.blocks[int(block.position_ids[0, 0])] = block
+    def propose(self, batch: Any, *where: Any) -> Block:
+        block: Block = self.inner.propose(batch, *where)
+        self.blocks[int(block.positions[0, 0])] = block
         return block
 
 

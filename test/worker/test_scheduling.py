@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
+from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import DRAFT_AHEAD
-from sglang_dflash.step.block import DFlashBlock
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.worker.conftest import Alone, Request, facts, force, prompt
@@ -63,9 +63,9 @@ def test_a_block_is_drafted_before_the_host_commits(
         forced: Any = force(engine, lambda _: 2)
         proposed, propose = [], forced.propose
 
-        def recorded(batch: Any, *where: Any) -> DFlashBlock:
-            block: DFlashBlock = propose(batch, *where)
-            starts = block.position_ids[:, 0].tolist()
+        def recorded(batch: Any, *where: Any) -> Block:
+            block: Block = propose(batch, *where)
+            starts = block.positions[:, 0].tolist()
             for req, start in zip(batch.reqs, starts, strict=True):
                 behind = start + 1 - len(req.origin_input_ids) - len(req.output_ids)
                 proposed.append((req.rid, len(req.output_ids), behind))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from sglang_dflash.adaptive.throughput import StepTimes
+from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.block import DFlashBlock
 from test.checkpoints import (
     HIDDEN,
     LAYERS,
@@ -119,7 +119,7 @@ def test_a_target_with_3d_positions_is_verified_in_part(
                 policy._step_times = StepTimes({(1, 3): 1.0, (1, 8): 2.0}, (3, 8))
                 choose = policy.choose
 
-                def noted(block: DFlashBlock, choose: Any = choose) -> Any:
+                def noted(block: Block, choose: Any = choose) -> Any:
                     choice = choose(block)
                     verified.append(choice.block.lens)
                     return choice

@@ -21,12 +21,12 @@ from sglang_dflash.adaptive.throughput import (
 from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from sglang_dflash.errors import Refusal
+from sglang_dflash.method.block import Block
 from sglang_dflash.model.vocabulary import Predicted
 from sglang_dflash.report.hooks import meta_info
 from sglang_dflash.report.metrics import AcceptanceHistogram
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from sglang_dflash.settings.options import VERIFY_WIDTH as VARIABLE
-from sglang_dflash.step.block import DFlashBlock
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.traces import draft_kv
@@ -79,7 +79,7 @@ def test_context_kv_of_requests_cut_apart(
         reqs = [engine.add(ids, **options) for ids, options in asked]
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
 
-        def unequal(block: DFlashBlock) -> DFlashBlock:
+        def unequal(block: Block) -> Block:
             return block.cut(np.array([8, *(rng.randint(1, 7) for _ in block.slots[1:])]))
 
         verify_parts(engine, unequal)
@@ -107,7 +107,7 @@ def test_a_probability_that_is_no_number_counts_as_0(
     monkeypatch.setenv(VARIABLE, "auto")
     with InProcess(target, draft) as engine:
         model = engine.worker.draft_model_runner.model
-        blocks: list[DFlashBlock] = []
+        blocks: list[Block] = []
         predict = model.vocabulary.predict
 
         def garbled(hidden: torch.Tensor, weigh: bool) -> Predicted:
@@ -119,7 +119,7 @@ def test_a_probability_that_is_no_number_counts_as_0(
         policy = engine.worker.verify_width
         choose = policy.choose
 
-        def noted(block: DFlashBlock) -> Any:
+        def noted(block: Block) -> Any:
             blocks.append(block)
             return choose(block)
 
@@ -132,17 +132,17 @@ def test_a_probability_that_is_no_number_counts_as_0(
         assert not block.probabilities.any()
 
 
-def block_of(*probabilities: float) -> DFlashBlock:
+def block_of(*probabilities: float) -> Block:
     """A block of one request whose drafts have these probabilities."""
     zeros = torch.zeros(1, len(probabilities) + 1, dtype=torch.int64)
-    return DFlashBlock(zeros, zeros, zeros, torch.tensor([probabilities]))
+    return Block(zeros, zeros, zeros, torch.tensor([probabilities]))
 
 
 def test_one_width_for_all_where_a_probability_is_no_number() -> None:
     """If requests have equal widths, as on CUDA, an allowed width is still chosen."""
     times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
     policy, block = AdaptiveWidth(8, times, unequal=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
-    chosen = [policy.choose(block).block.draft_token_num for _ in range(2)]
+    chosen = [policy.choose(block).block.width for _ in range(2)]
     assert chosen == [8, 4]  # the first step is a probe of whole blocks
 
 

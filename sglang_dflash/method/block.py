@@ -1,0 +1,111 @@
+"""A block: positions behind a context, which the draft fills and the target verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """N positions of B requests: the anchor, then drafts.
+
+    Requests may have fewer positions than N (`ragged`). A forward has one token for each position
+    that is there, T in all.
+    """
+
+    token_ids: Tensor  # [B, N] int64, column 0 is the anchor
+    positions: Tensor  # [B, N] int64, in the text
+    slots: Tensor  # [B, N] int64, KV slots in both pools
+    probabilities: Tensor | None = None  # [B, N-1] float32, the draft's own; None: not asked for
+    parents: Tensor | None = None  # [B, N] int64, the column before each one; None: a chain
+    ragged: Ragged | None = None  # None: every request has N positions
+
+    @property
+    def width(self) -> int:
+        """Positions N."""
+        return self.token_ids.shape[1]
+
+    @property
+    def lens(self) -> list[int]:
+        """Positions of each request. The host knows them without the device."""
+        if self.ragged is None:
+            return [self.width] * len(self.token_ids)
+        return self.ragged.lens
+
+    def flatten(self, field: Tensor) -> Tensor:
+        """The values of a field, [B, N, ..], in the order of a forward: [T, ..]."""
+        flat = field.flatten(0, 1)
+        return flat if self.ragged is None else flat[self.ragged.places]
+
+    def unflatten(self, values: Tensor, absent: int = 0) -> Tensor:
+        """Put the values of a forward, [T, ..], at their positions: [B, N, ..]."""
+        shape = *self.token_ids.shape, *values.shape[1:]
+        if self.ragged is None:
+            return values.view(shape)
+        padded = values.new_full(shape, absent)
+        padded.flatten(0, 1)[self.ragged.places] = values
+        return padded
+
+    def expand(self, requests: Tensor) -> Tensor:
+        """Repeat each request's value, [B, ..], for its tokens in a forward: [T, ..]."""
+        if self.ragged is None:
+            return requests.repeat_interleave(self.width, dim=0)
+        return requests[self.ragged.places // self.width]
+
+    def first(self, width: int) -> Block:
+        """Cut the block to its first `width` columns. Probabilities are those of whole blocks."""
+        if width == self.width:
+            return self
+        return Block(self.token_ids[:, :width], self.positions[:, :width], self.slots[:, :width])
+
+    def cut(self, widths: npt.NDArray[np.int64]) -> Block:
+        """Cut each request's block to a width of its own: [B] int64 in 1..N, on the host."""
+        block = self.first(int(widths.max()))
+        if (widths == block.width).all():
+            return block
+        ragged = Ragged.of(widths, block.width, block.slots.device)
+        return replace(block, probabilities=None, ragged=ragged)
+
+    def filtered(self, indices: Tensor) -> Block:
+        """Keep these requests of a whole block."""
+        assert self.ragged is None
+        probabilities = None
+        if self.probabilities is not None:
+            probabilities = self.probabilities[indices]
+        return Block(
+            self.token_ids[indices], self.positions[indices], self.slots[indices], probabilities
+        )
+
+    def merged(self, other: Block) -> Block:
+        """Append the requests of another whole block."""
+        assert self.ragged is None
+        assert other.ragged is None
+        probabilities = None
+        if self.probabilities is not None and other.probabilities is not None:
+            probabilities = torch.cat([self.probabilities, other.probabilities])
+        return Block(
+            torch.cat([self.token_ids, other.token_ids]),
+            torch.cat([self.positions, other.positions]),
+            torch.cat([self.slots, other.slots]),
+            probabilities,
+        )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The positions of a block whose requests have different widths."""
+
+    lens: list[int]  # of each request
+    places: Tensor  # [T] int64 on the device, in the flattened block
+
+    @classmethod
+    def of(cls, widths: npt.NDArray[np.int64], most: int, device: torch.device) -> Ragged:
+        """widths: [B] int64 on the host; most: the columns of the block."""
+        is_there = np.arange(most) < widths[:, None]
+        places = torch.from_numpy(is_there.reshape(-1).nonzero()[0])
+        return cls(widths.tolist(), places.to(device, non_blocking=True))
