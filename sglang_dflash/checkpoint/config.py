@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,44 +42,27 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Markov:
-    """A head that adds a low-rank bias to each position's logits, by the token before (DSpark)."""
+class Family:
+    """What a family of drafts adds to DFlash. Nothing: this is DFlash itself.
 
-    kind: str  # "vanilla", "gated" or "rnn"
-    rank: int
+    Others derive from it in `checkpoint.formats`, one file each. A file of `model.families` has
+    their modules.
+    """
 
+    name: ClassVar[str] = "DFlash"  # the method, by its paper's name
+    module: ClassVar[str] = "dflash"  # in `model.families`
 
-@dataclass(frozen=True)
-class Confidence:
-    """A head that predicts the probability of each draft's acceptance (DSpark)."""
+    def shapes(self, draft: DFlashConfig) -> dict[str, Shape]:
+        """Name and shape of each tensor that it adds to a draft."""
+        return {}
 
-    with_markov: bool  # it reads the Markov head's row of the token before, behind the hidden state
+    def shapes_in_layer(self, draft: DFlashConfig) -> dict[str, Shape]:
+        """The same for each layer, without the layer's prefix."""
+        return {}
 
-
-@dataclass(frozen=True)
-class PrefixGRU:
-    """A head that corrects each draft's logits by a GRU over the tokens before it (Domino)."""
-
-    emb_dim: int  # width of the correction's inner layer
-    gru_hidden_dim: int
-    pure_prefix: int  # first drafts of a block, whose logits are not corrected
-    shifted: bool  # position j predicts token j + 1, and the last one nothing; else token j
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """Causal convolutions along the block, around both sublayers of every layer (DFlash 2)."""
-
-    taps: int  # positions that one reads: the position itself and those before it
-    group: int  # channels that share what a kernel gets from the hidden state
-
-
-@dataclass(frozen=True)
-class Selector:
-    """A head that picks each draft among the likeliest tokens, by the draft before (DFlash 2)."""
-
-    rank: int
-    top_k: int  # candidates of a position
+    def parts(self) -> list[str]:
+        """What it adds, in words."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -118,11 +103,7 @@ class DFlashConfig:
     vocabulary_map: bool = False  # the checkpoint holds d2t
     mask_embedding: bool = False  # mask_embedding.pt is beside the config
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
-    markov: Markov | None = None
-    confidence: Confidence | None = None
-    prefix_gru: PrefixGRU | None = None
-    convolution: Convolution | None = None
-    selector: Selector | None = None
+    family: Family = Family()
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
     logit_cap: float | None = None  # soft-capping behind the multiplier
 
@@ -144,13 +125,9 @@ class DFlashConfig:
         return 0 if self.sample_from_anchor else 1
 
     @property
-    def family(self) -> str:
-        """The method by its paper's name."""
-        if self.prefix_gru is not None:
-            return "Domino"
-        if self.convolution is not None or self.selector is not None:
-            return "DFlash 2"
-        return "DFlash" if self.markov is None and self.confidence is None else "DSpark"
+    def columns(self) -> int:
+        """Tokens that the draft's logits are of."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def quantization_method(self) -> str | None:

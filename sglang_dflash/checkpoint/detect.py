@@ -1,28 +1,35 @@
-"""The table of formats. A format is a module with `matches`, `read` and `rename`."""
+"""Which format a draft has. A format is a module of `checkpoint.formats`."""
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
+from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import read_json
-from sglang_dflash.checkpoint.formats import dflash2, domino, dspark, speculators, zlab
-from sglang_dflash.checkpoint.formats.others import other_method
+from sglang_dflash.checkpoint.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal, shown
 
 MODELOPT_CONFIG = "hf_quant_config.json"
-FORMATS: dict[str, ModuleType] = {  # the first match wins
-    "speculators": speculators,
-    "domino": domino,
-    "dspark": dspark,
-    "dflash2": dflash2,
-    "zlab": zlab,
-}
+# speculators' configs may also have the class of a family, and those of a family z-lab's class.
+FIRST, LAST = "speculators", "zlab"
+
+
+def _formats() -> dict[str, ModuleType]:
+    """Each module of `checkpoint.formats` by its name, which has `matches`, `read` and `rename`."""
+    names = [module.name for module in iter_modules(formats.__path__)]
+    names.sort(key=lambda name: (name != FIRST, name == LAST, name))
+    return {name: import_module(f"{formats.__name__}.{name}") for name in names}
+
+
+FORMATS = _formats()  # the first match wins
 
 
 def format_of(raw: dict[str, Any], file: Path) -> str:
@@ -31,12 +38,13 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
     raw: the config. file: its name in the refusal.
     """
     _check_names(Fields(raw, str(file)))
-    other = other_method(raw, file)
+    matching = [name for name, adapter in FORMATS.items() if adapter.matches(raw)]
+    found = matching[0] if matching else None
+    other = other_method(raw, file, found)
     if other is not None:
         raise other
-    for name, adapter in FORMATS.items():
-        if adapter.matches(raw):
-            return name
+    if found is not None:
+        return found
     raise Refusal(
         f"The file {file} describes no DFlash draft of a known format: architectures "
         f"{shown(raw.get('architectures'))}, model_type {shown(raw.get('model_type'))}.",

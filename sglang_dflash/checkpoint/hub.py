@@ -15,9 +15,10 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 
+from sglang_dflash.checkpoint.config import Shape
+from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
-from sglang_dflash.checkpoint.formats.detect import format_of
-from sglang_dflash.checkpoint.tensors import Shape, Tensors, is_rope_table
+from sglang_dflash.checkpoint.tensors import Tensors, is_rope_table
 from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON

@@ -40,7 +40,9 @@ def load(
     The values are not checked here: `compatibility.check_draft` has scanned the files for NaN
     before any process started.
     """
-    places: dict[str, Tensor] = dict(model.named_parameters())
+    places: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        places[name.removeprefix("head.")] = parameter  # a checkpoint has a head's at its top
     if config.vocabulary_map:
         places["d2t"] = model.get_buffer("d2t")
     missing = {(name, shard) for name in places for shard in _shards(name)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.formats import dflash2, domino, dspark, zlab
+from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.errors import Refusal, shown
 
 # Methods by a key that only their configs have, or by how such keys begin.
@@ -17,10 +17,10 @@ BY_KEY = {
 }
 
 
-def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
+def other_method(raw: dict[str, Any], file: Path, found: str | None) -> Refusal | None:
     """The refusal of a config whose method is not served. None if it may be served.
 
-    raw: the config. file: its name in the refusal.
+    raw: the config. file: its name in the refusal. found: the format that matches, or None.
     """
     method: dict[str, Any] = raw.get("dflash_config") or {}
     keys = {key for fields in (raw, method) for key, value in fields.items() if value}
@@ -41,11 +41,11 @@ def other_method(raw: dict[str, Any], file: Path) -> Refusal | None:
     for key, method_name in BY_KEY.items():
         if any(one.startswith(key) for one in keys):
             return refused(f"a draft of {method_name}")
-    served = dflash2.matches(raw) and projector == "dflash"
     of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
-    if kind != "dflash2" and not served and (of_two or "dflash2" in name):
+    if kind != "dflash2" and found != "dflash2" and (of_two or "dflash2" in name):
         return refused("a DFlash 2 checkpoint of an unknown form")
-    if domino.matches(raw) or dspark.matches(raw) or kind == "dspark":
+    # The other formats also match drafts of DFlash, or have its fields.
+    if found not in (None, "zlab", "dflash2", "speculators") or kind == "dspark":
         return None
     if "domino" in name:
         return refused("a Domino checkpoint of an unknown form")

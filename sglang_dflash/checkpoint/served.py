@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang_dflash.checkpoint import hub
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.detect import format_of, read_draft
 from sglang_dflash.checkpoint.files import read_json
-from sglang_dflash.checkpoint.formats.detect import format_of, read_draft
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import Refusal
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.config import DFlashConfig, Shape
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.files import (
     FETCH_AGAIN,
@@ -36,7 +36,6 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MASK_EMBEDDING = "mask_embedding.pt"
 # Tables of RoPE that some exporters save. A model makes its own from the config.
 ROPE_TABLE = re.compile(r"(^|\.)rotary_emb(_local)?\.\w*(inv_freq|cos_cached|sin_cached)$")
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -202,45 +201,11 @@ def expected_tensors(config: DFlashConfig) -> dict[str, Shape]:
     if config.draft_vocab_size is not None:
         shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
     if config.vocabulary_map:
-        shapes["d2t"] = (config.draft_vocab_size or config.vocab_size,)
+        shapes["d2t"] = (config.columns,)
     for layer in range(config.num_layers):
         for name, shape in _expected_in_layer(config).items():
             shapes[f"layers.{layer}.{name}"] = shape
-    return shapes | _expected_in_heads(config)
-
-
-def _expected_in_heads(config: DFlashConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of the heads that choose and weigh drafts."""
-    shapes: dict[str, Shape] = {}
-    if config.selector is not None:
-        codebook = (config.vocab_size, config.selector.rank)
-        shapes["candidate_selector.predecessor_codebook"] = codebook
-        shapes["candidate_selector.successor_codebook"] = codebook
-        projection = (config.selector.rank, config.hidden_size)
-        shapes["candidate_selector.hidden_projection.weight"] = projection
-    hidden, rank = config.hidden_size, 0
-    columns = config.draft_vocab_size or config.vocab_size
-    if config.markov is not None:
-        rank = config.markov.rank
-        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        shapes["markov_head.markov_w2.weight"] = (columns, rank)
-        if config.markov.kind == "gated":
-            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
-            shapes["markov_head.gate_proj.bias"] = (rank,)
-        elif config.markov.kind == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
-            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
-    if config.confidence is not None:
-        inputs = hidden + (rank if config.confidence.with_markov else 0)
-        shapes["confidence_head.proj.weight"] = (1, inputs)
-        shapes["confidence_head.proj.bias"] = (1,)
-    if config.prefix_gru is not None:
-        inner, state = config.prefix_gru.emb_dim, config.prefix_gru.gru_hidden_dim
-        shapes["prefix_gru.weight_ih_l0"] = (3 * state, hidden)
-        shapes["prefix_gru.weight_hh_l0"] = (3 * state, state)
-        shapes["embed_proj.0.weight"] = (inner, hidden + state)
-        shapes["embed_proj.2.weight"] = (columns, inner)
-    return shapes
+    return shapes | config.family.shapes(config)
 
 
 def _expected_in_layer(config: DFlashConfig) -> dict[str, Shape]:
@@ -264,12 +229,7 @@ def _expected_in_layer(config: DFlashConfig) -> dict[str, Shape]:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             outputs = shapes[f"self_attn.{name}.weight"][0]
             shapes[f"self_attn.{name}.bias"] = (outputs,)
-    if config.convolution is not None:
-        taps, groups = config.convolution.taps, hidden // config.convolution.group
-        for name in ("attention_conv", "mlp_conv"):
-            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
-            shapes[f"{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
-    return shapes
+    return shapes | config.family.shapes_in_layer(config)
 
 
 def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:

@@ -6,56 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed import get_tp_group
-from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.argmax import Largest
+from sglang_dflash.model.target_parts import lm_head, logits_processor, token_embedding
 
-CERTAIN = 2**20  # a probability of 1 as an integer
 TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
-
-
-def language_model(model: Any) -> Any:
-    """The language model of a target. Multimodal models have it as a submodule."""
-    return getattr(model, "language_model", model)
-
-
-def logits_processor(model: Any) -> LogitsProcessor:
-    """The target's logits processor, on the model itself or on its language model."""
-    return getattr(model, "logits_processor", None) or language_model(model).logits_processor
-
-
-def token_embedding(model: Any) -> nn.Module:
-    """The target's token embedding. `get_input_embeddings` does not always return it."""
-    language = language_model(model)
-    found = getattr(getattr(language, "model", language), "embed_tokens", None)
-    return _without_adapters(found if found is not None else model.get_input_embeddings())
-
-
-def lm_head(model: Any) -> nn.Module:
-    """The LM head of a target, on its language model or on the model itself."""
-    head = getattr(language_model(model), "lm_head", None) or getattr(model, "lm_head", None)
-    assert head is not None, f"{type(model).__name__} has no LM head"
-    return _without_adapters(head)
-
-
-def _without_adapters(module: nn.Module) -> nn.Module:
-    """The module itself. LoRA puts a module around it that reads the batch of the target."""
-    return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
-
-
-def is_copy(own: nn.Module, targets: nn.Module) -> bool:
-    """Whether two parts of the vocabulary hold the same weights for the same ids."""
-    ours, theirs = (getattr(module, "weight", None) for module in (own, targets))
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):  # quantised
-        return False
-    same_ids = getattr(own, "shard_indices", None) == getattr(targets, "shard_indices", None)
-    alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    return same_ids and alike and torch.equal(ours, theirs)
 
 
 class Predicted(NamedTuple):
@@ -81,10 +40,20 @@ class Predicted(NamedTuple):
         return cls(ids, torch.stack(known, dim=1).flatten() if known else None)
 
     def pack(self) -> Tensor:
-        """The ids, [n] int64, or with probabilities [n, 2] int64: the id and p * CERTAIN."""
+        """One tensor: the ids, [n] int64, or [n, 2] with the bits of the probabilities behind."""
         if self.probabilities is None:
             return self.ids
-        return torch.stack([self.ids, (self.probabilities * CERTAIN).long()], dim=1)
+        bits = self.probabilities.view(torch.int32).long()
+        return torch.stack([self.ids, bits], dim=1)
+
+    @classmethod
+    def unpack(cls, packed: Tensor, weighed: bool) -> Predicted:
+        """The views of what `pack` made, [.., 2] if `weighed`."""
+        if not weighed:
+            return cls(packed, None)
+        ids, bits = packed.unbind(-1)
+        probabilities = bits.int().view(torch.float32)
+        return cls(ids, probabilities.nan_to_num(0.0))  # NaN: the draft's activations overflowed
 
 
 class Candidates(NamedTuple):

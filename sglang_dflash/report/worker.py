@@ -40,8 +40,8 @@ class Report:
     def begin(self) -> None:
         """Log how the draft is served, and watch its acceptance. One rank does this."""
         self.observers.append(LowAcceptance(self._options.block_size))
-        convolves = self._draft.model.dflash.convolution is not None
-        if convolves and self._draft.dtype == torch.float16:
+        family = self._draft.model.dflash.family.name
+        if family == "DFlash 2" and self._draft.dtype == torch.float16:
             logger.warning(
                 "DFLASH: a DFlash 2 draft can overflow in float16, and then few drafts are "
                 "accepted. Give --dtype bfloat16."
@@ -65,7 +65,7 @@ class Report:
         return {
             "version": __version__,
             "draft": args.speculative_draft_model_path,
-            "family": draft.family,
+            "family": draft.family.name,
             "format": draft.format,
             "block_size": options.block_size,
             "verify_width": options.shown_width,

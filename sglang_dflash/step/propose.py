@@ -11,7 +11,7 @@ from torch import Tensor
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.method.block import Block
-from sglang_dflash.model.vocabulary import CERTAIN
+from sglang_dflash.model.lm_head import Predicted
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.forward import forward_of
 from sglang_dflash.step.window import DraftWindow
@@ -69,10 +69,7 @@ class Drafter:
             seq_lens,
             seq_lens_cpu,
         )
-        probabilities = None
-        if self._runner.model.weigh:
-            drafts, weights = drafts.unbind(2)
-            probabilities = (weights / CERTAIN).clamp(0, 1)  # NaN is not an int64
+        drafts, probabilities = Predicted.unpack(drafts, self._runner.model.weigh)
         # This copies the drafts: the graphs of draft and target share memory.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return Block(token_ids, positions, slots, probabilities)

@@ -51,7 +51,7 @@ class Report:
         return {
             "fits": self.status == FITS,
             "reached": not self.unreachable,
-            "family": draft.family if draft else "unknown",
+            "family": draft.family.name if draft else "unknown",
             "format": draft.format if draft else "unknown",
             "block_size": draft.block_size if draft else 0,
             "draft_width": draft.draft_width if draft else 0,  # `block_size` of the checkpoint
@@ -182,7 +182,7 @@ def show(report: Report, console: Console) -> None:
 def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
     """Name and value of each row of the table."""
     rows: dict[str, Any] = {
-        "family": draft.family,
+        "family": draft.family.name,
         "format": draft.format,
         "block size": f"{draft.block_size} ({draft.block_size - 1} drafts)",
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
@@ -194,34 +194,14 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
         "attention": _attention(draft),
         "KV bytes a token": draft.kv_bytes_per_token(),
     }
-    heads = _heads(draft)
-    if heads:
-        rows["heads"] = heads
+    if draft.family.parts():
+        rows["heads"] = ", ".join(draft.family.parts())
     if report.tensors is not None:
         rows["parameters"] = f"{report.tensors.parameters:,}"
         if report.target_parameters:
             share = report.tensors.parameters / report.target_parameters
             rows["cost beside the target"] = f"{share:.1%} of its parameters"
     return rows
-
-
-def _heads(draft: DFlashConfig) -> str:
-    """The parts that a family adds to a DFlash draft. Empty for DFlash itself."""
-    heads = []
-    if draft.markov is not None:
-        heads.append(f"Markov ({draft.markov.kind}, rank {draft.markov.rank})")
-    if draft.confidence is not None:
-        heads.append("confidence")
-    if draft.convolution is not None:
-        heads.append(f"convolutions ({draft.convolution.taps} taps)")
-    if draft.selector is not None:
-        heads.append(f"selector ({draft.selector.top_k} candidates)")
-    gru = draft.prefix_gru
-    if gru is not None:
-        labels = "shifted" if gru.shifted else "not shifted"
-        sizes = f"state {gru.gru_hidden_dim}, inner {gru.emb_dim}, pure prefix {gru.pure_prefix}"
-        heads.append(f"prefix GRU ({sizes}, labels {labels})")
-    return ", ".join(heads)
 
 
 def _vocabulary(draft: DFlashConfig) -> str:

@@ -185,10 +185,10 @@ def test_launches(small: Path, tmp_path: Path) -> None:
     assert counted.items() <= {name: int(count) for name, count in rows}.items()
 
 
-CHAIN = "model.heads.markov:Chain._blocks"
+CHAIN = "model.families.dspark:Chain.blocks"
 MUTATIONS = [
-    (CHAIN, "token = draft.ids", "token = token"),
-    (CHAIN, "logits[position - self._first]", "logits[0]"),
+    (CHAIN, "token = biased.ids", "token = token"),
+    (CHAIN, "logits[position - first]", "logits[0]"),
     ("kernels.biased_argmax:launch_biased_largest", "logits.stride(0),", "latent.stride(0),"),
 ]
 
@@ -197,7 +197,12 @@ MUTATIONS = [
 def test_a_gru_of_the_anchor_alone_is_noticed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "model.heads.gru:PrefixChain._blocks", "token = draft.ids", "token = token")
+    mutate(
+        monkeypatch,
+        "model.families.domino:PrefixChain.blocks",
+        "token = draft.ids",
+        "token = token",
+    )
     family = domino(shifted=True)
     reqs, drafts = served_family(small, tmp_path, family, "triton")
     with pytest.raises(AssertionError):

@@ -126,7 +126,7 @@ def test_context_kv_comes_before_the_next_draft(
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
     context = "self._write_context(verified)"
     draft = "following = self.next_draft.after_verify(batch, verified, copy)"
-    decode = "step.worker:DFlashWorker._decode"
+    decode = "step.worker:DFlashWorker.launch"
     mutate(monkeypatch, decode, f"{context}\n    {draft}", f"{draft}\n    {context}")
     reqs, drafts = served(small, asked, "fa3")
     with pytest.raises(AssertionError):
@@ -161,7 +161,7 @@ def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
     return True in enabled
 
 
-AGREED = "model.vocabulary:Vocabulary._agreed"
+AGREED = "model.lm_head:Vocabulary._agreed"
 REFUSED = [
     ("step.propose:Drafter._propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
     (AGREED, "index, value, mass = found", "index, value, mass = found; int(index[0])"),

@@ -130,7 +130,7 @@ def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
 
 
 MUTATIONS: list[Change] = [
-    ("targets.hybrid_attention:count_padding", "len(block.slots)", "0"),
+    ("targets.hybrid_attention:count_padding", "len(verify_input.block.slots)", "0"),
     (
         "targets.hybrid_attention:begin_in_full_attention",
         "backend.full_",

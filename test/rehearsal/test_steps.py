@@ -89,7 +89,7 @@ def table() -> dict[tuple[str, int], tuple[int, ...]]:
 @pytest.mark.ci
 def test_what_is_not_waited_for_is_not_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the host reads values that the device has not written yet."""
-    mutate(monkeypatch, "step.worker:DFlashWorker._decode", "copy.wait()", "copy._copy")
+    mutate(monkeypatch, "step.worker:DFlashWorker.land", "copy.wait()", "copy._copy")
     (asked,) = answer(small, {"one": Asked(prompt(1, 9), N)}).values()
     with engine(small, "fa3", cuda_graph_bs=[2]) as run:
         assert run.generate(asked.ids, **asked.options) != asked.answer["ids"]

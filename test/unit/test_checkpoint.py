@@ -13,16 +13,11 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint import load_config
-from sglang_dflash.checkpoint.config import (
-    Confidence,
-    Convolution,
-    LayerAttention,
-    Markov,
-    PrefixGRU,
-    Rope,
-    Selector,
-)
+from sglang_dflash.checkpoint.config import LayerAttention, Rope
 from sglang_dflash.checkpoint.fit import Target, misfits
+from sglang_dflash.checkpoint.formats.dflash2 import Convolution, DFlash2, Selector
+from sglang_dflash.checkpoint.formats.domino import Domino
+from sglang_dflash.checkpoint.formats.dspark import Confidence, DSpark, Markov
 from sglang_dflash.checkpoint.formats.zlab import default_target_layer_ids
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.errors import Refusal
@@ -129,10 +124,10 @@ def test_domino_fields_in_either_place(tmp_path: Path, place: str, architecture:
     method = {} if place == "top" else fields
     config = draft_config(architectures=[architecture], dflash_config=method) | top
     got = load_config(write(tmp_path, config))
-    assert (got.format, got.family, got.prefix_gru) == (
+    assert (got.format, got.family.name, got.family) == (
         "domino",
         "Domino",
-        PrefixGRU(emb_dim=16, gru_hidden_dim=24, pure_prefix=BLOCK - 1, shifted=True),
+        Domino(emb_dim=16, gru_hidden_dim=24, pure_prefix=BLOCK - 1, shifted=True),
     )
     # N - 1 drafts, though the anchor's position predicts one
     assert (got.draft_width, got.block_size) == (BLOCK, BLOCK)
@@ -143,7 +138,7 @@ def test_domino_defaults(tmp_path: Path) -> None:
     sizes = {"emb_dim": 16, "gru_hidden_dim": 24}
     config = draft_config(architectures=["DominoDraftModel"], dflash_config=sizes)
     got = load_config(write(tmp_path, config))
-    assert got.prefix_gru == PrefixGRU(16, 24, pure_prefix=0, shifted=False)
+    assert got.family == Domino(16, 24, pure_prefix=0, shifted=False)
 
 
 @pytest.mark.parametrize(
@@ -185,15 +180,15 @@ def test_dflash2(tmp_path: Path, place: str) -> None:
     fields = DFLASH2 if place == "top" else {"dflash_config": DFLASH2}
     config = draft_config(architectures=["DFlash2DraftModel"], **fields)
     got = load_config(write(tmp_path, config))
-    assert (got.family, got.format) == ("DFlash 2", "dflash2")
-    assert (got.convolution, got.selector) == (Convolution(3, 8), Selector(16, 12))
+    assert (got.family.name, got.format) == ("DFlash 2", "dflash2")
+    assert got.family == DFlash2(Convolution(3, 8), Selector(16, 12))
 
 
 def test_defaults_of_dflash2_in_speculators(tmp_path: Path) -> None:
     config, _ = speculators_draft(VOCAB, layer_types=["sliding_attention"] * 2, sliding_window=12)
     got = load_config(write(tmp_path, config | {"speculators_model_type": "dflash2"}))
-    assert (got.family, got.format) == ("DFlash 2", "speculators")
-    assert (got.convolution, got.selector) == (Convolution(2, 16), Selector(256, 16))
+    assert (got.family.name, got.format) == ("DFlash 2", "speculators")
+    assert got.family == DFlash2(Convolution(2, 16), Selector(256, 16))
     assert got.attention == (LayerAttention(window=12, anchored=True),) * 2
 
 
@@ -320,14 +315,17 @@ def test_wrong_fields_of_heads_are_named(tmp_path: Path, words: str) -> None:
 def test_the_layout_of_dspark_depends_on_its_publisher(tmp_path: Path) -> None:
     """If `sample_from_anchor` is absent: DeepSpec's and SpecForge's predict from the anchor."""
     ours = load_config(write(tmp_path, draft_config(dflash_config=DSPARK)))
-    assert (ours.family, ours.sample_from_anchor, ours.block_size) == ("DSpark", True, BLOCK + 1)
+    assert (ours.family.name, ours.sample_from_anchor, ours.block_size) == (
+        "DSpark",
+        True,
+        BLOCK + 1,
+    )
     config, _ = speculators_draft(draft_vocab=VOCAB)
     theirs = load_config(write(tmp_path, config | {"speculators_model_type": "dspark"}))
-    assert (theirs.family, theirs.sample_from_anchor, theirs.block_size) == ("DSpark", False, BLOCK)
-    assert theirs.markov == Markov("vanilla", 256)
-    assert theirs.confidence == Confidence(with_markov=True)
+    assert (theirs.sample_from_anchor, theirs.block_size) == (False, BLOCK)
+    assert theirs.family == DSpark(Markov("vanilla", 256), Confidence(with_markov=True))
     both = load_config(write(tmp_path, draft_config(dspark_config=DSPARK, dflash_config=DSPARK)))
-    assert both.markov == Markov("vanilla", 4)
+    assert both.family == ours.family
 
 
 def test_the_embeddings_output_is_no_layer(tmp_path: Path) -> None:
@@ -380,4 +378,4 @@ def test_null_is_absent(tmp_path: Path) -> None:
     section = DSPARK | {"sample_from_anchor": False}
     over = {"projector_type": "dspark", "sample_from_anchor": None, "markov_rank": None}
     merged = load_config(write(tmp_path, draft_config(dspark_config=section, dflash_config=over)))
-    assert (merged.sample_from_anchor, merged.markov) == (False, Markov("vanilla", 4))
+    assert (merged.sample_from_anchor, merged.family) == (False, DSpark(Markov("vanilla", 4), None))

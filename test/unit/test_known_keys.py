@@ -579,7 +579,7 @@ def test_published_fields_are_read(tmp_path: Path, name: str) -> None:
     assert list(found.target_layer_ids) == IDS["target_layer_ids"]
     family = re.search(r"DSpark|DFlash 2|Domino", name)
     if name != "DeepSpec, DFlash":
-        assert found.family == (family[0] if family else "DFlash")
+        assert found.family.name == (family[0] if family else "DFlash")
     if name in CAUSAL:
         assert all(view.causal for view in found.attention)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
-from sglang_dflash.model.heads import sequential
+from sglang_dflash.model.families import sequential
 from test.checkpoints import BLOCK
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess

@@ -22,7 +22,7 @@ from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from sglang_dflash.errors import Refusal
 from sglang_dflash.method.block import Block
-from sglang_dflash.model.vocabulary import Predicted
+from sglang_dflash.model.lm_head import Predicted
 from sglang_dflash.report.hooks import meta_info
 from sglang_dflash.report.metrics import AcceptanceHistogram
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options

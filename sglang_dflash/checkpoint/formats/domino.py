@@ -6,14 +6,41 @@ is read before the architecture.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
+from sglang_dflash.checkpoint.config import DFlashConfig, Family, Shape
 from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.tensors import Tensors
 
 HEAD_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
+
+
+@dataclass(frozen=True)
+class Domino(Family):
+    """A GRU over the tokens before a draft corrects its logits."""
+
+    name: ClassVar[str] = "Domino"
+    module: ClassVar[str] = "domino"
+
+    emb_dim: int  # width of the correction's inner layer
+    gru_hidden_dim: int
+    pure_prefix: int  # first drafts of a block, whose logits are not corrected
+    shifted: bool  # position j predicts token j + 1, and the last one nothing; else token j
+
+    def shapes(self, draft: DFlashConfig) -> dict[str, Shape]:
+        hidden, inner, state = draft.hidden_size, self.emb_dim, self.gru_hidden_dim
+        return {
+            "prefix_gru.weight_ih_l0": (3 * state, hidden),
+            "prefix_gru.weight_hh_l0": (3 * state, state),
+            "embed_proj.0.weight": (inner, hidden + state),
+            "embed_proj.2.weight": (draft.columns, inner),
+        }
+
+    def parts(self) -> list[str]:
+        labels = "shifted" if self.shifted else "not shifted"
+        sizes = f"state {self.gru_hidden_dim}, inner {self.emb_dim}, pure prefix {self.pure_prefix}"
+        return [f"prefix GRU ({sizes}, labels {labels})"]
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -39,13 +66,13 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
             f"has pure_draft_prefix_len = {pure_prefix}, which must be less than block_size = "
             f"{body.draft_width}"
         )
-    gru = PrefixGRU(
+    gru = Domino(
         emb_dim=method.positive("emb_dim"),
         gru_hidden_dim=method.positive("gru_hidden_dim"),
         pure_prefix=pure_prefix,
         shifted=method.boolean("shift_label", False),
     )
-    return replace(body, prefix_gru=gru)
+    return replace(body, family=gru)
 
 
 def rename(name: str) -> str:

@@ -7,13 +7,14 @@ they state otherwise.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.config import DFlashConfig, Family, Shape
+from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.formats import zlab
-from sglang_dflash.checkpoint.heads import read_confidence, read_markov
 from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.errors import shown
 
 ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel"}
 HEAD_FIELDS = (
@@ -21,6 +22,63 @@ HEAD_FIELDS = (
     *("confidence_head_with_markov", "confidence_head_alpha"),
 )
 SECTIONS = ("dflash_config", "dspark_config")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True)
+class Markov:
+    """A head that adds a low-rank bias to each position's logits, by the token before."""
+
+    kind: str  # one of MARKOV_KINDS
+    rank: int
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """A head that predicts the probability of each draft's acceptance."""
+
+    with_markov: bool  # its input is [hidden; markov_w1[previous token]], else the hidden state
+
+
+@dataclass(frozen=True)
+class DSpark(Family):
+    name: ClassVar[str] = "DSpark"
+    module: ClassVar[str] = "dspark"
+
+    markov: Markov | None
+    confidence: Confidence | None
+
+    @property
+    def confidence_rank(self) -> int:
+        """Values of the Markov head's row that the confidence head reads."""
+        reads = self.confidence is not None and self.confidence.with_markov
+        return self.markov.rank if reads and self.markov is not None else 0
+
+    def shapes(self, draft: DFlashConfig) -> dict[str, Shape]:
+        hidden = draft.hidden_size
+        shapes: dict[str, Shape] = {}
+        if self.markov is not None:
+            rank = self.markov.rank
+            shapes["markov_head.markov_w1.weight"] = (draft.vocab_size, rank)
+            shapes["markov_head.markov_w2.weight"] = (draft.columns, rank)
+            if self.markov.kind == "gated":
+                shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+                shapes["markov_head.gate_proj.bias"] = (rank,)
+            elif self.markov.kind == "rnn":
+                shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+                shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+        if self.confidence is not None:
+            shapes["confidence_head.proj.weight"] = (1, hidden + self.confidence_rank)
+            shapes["confidence_head.proj.bias"] = (1,)
+        return shapes
+
+    def parts(self) -> list[str]:
+        parts = []
+        if self.markov is not None:
+            parts.append(f"Markov ({self.markov.kind}, rank {self.markov.rank})")
+        if self.confidence is not None:
+            parts.append("confidence")
+        return parts
 
 
 def matches(raw: dict[str, Any]) -> bool:
@@ -37,14 +95,54 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     checkpoint's, by the model's own names.
     """
     body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS, SECTIONS)
-    markov = read_markov(method, default_rank=0)
     trained = method.number("confidence_head_alpha", 0.0) > 0
     return replace(
         body,
         sample_from_anchor=method.boolean("sample_from_anchor", True),
-        markov=markov,
-        confidence=read_confidence(method, markov, enabled=trained, with_markov=False),
+        family=read_heads(method, default_rank=0, enabled=trained, with_markov=False),
     )
+
+
+def read_heads(fields: Fields, default_rank: int, enabled: bool, with_markov: bool) -> Family:
+    """The heads of a DSpark draft. Without any, it is a DFlash draft.
+
+    default_rank, enabled, with_markov: a format's defaults, of the Markov head's rank, of whether
+    there is a confidence head, and of whether that one reads the Markov head.
+    """
+    markov = _read_markov(fields, default_rank)
+    confidence = _read_confidence(fields, markov, enabled, with_markov)
+    if markov is None and confidence is None:
+        return Family()
+    return DSpark(markov, confidence)
+
+
+def _read_markov(fields: Fields, default_rank: int) -> Markov | None:
+    """The Markov head. None for rank 0: each position is then predicted by itself."""
+    rank = fields.optional_int("markov_rank")
+    if rank is None:
+        rank = default_rank
+    if rank == 0:
+        return None
+    kind = fields.raw.get("markov_head_type") or "vanilla"
+    if kind not in MARKOV_KINDS:
+        raise fields.refuse(
+            f"has markov_head_type = {shown(kind)}, which must be one of {', '.join(MARKOV_KINDS)}"
+        )
+    return Markov(kind, rank)
+
+
+def _read_confidence(
+    fields: Fields, markov: Markov | None, enabled: bool, with_markov: bool
+) -> Confidence | None:
+    if not fields.boolean("enable_confidence_head", enabled):
+        return None
+    with_markov = fields.boolean("confidence_head_with_markov", with_markov)
+    if with_markov and markov is None:
+        raise fields.refuse(
+            "has markov_rank 0, and a confidence head that reads the Markov head",
+            "State enable_confidence_head or confidence_head_with_markov as false.",
+        )
+    return Confidence(with_markov)
 
 
 def rename(name: str) -> str:

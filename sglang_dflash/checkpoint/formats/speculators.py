@@ -21,12 +21,6 @@ from sglang_dflash.checkpoint.fields import (
     Fields,
 )
 from sglang_dflash.checkpoint.formats import dflash2, dspark
-from sglang_dflash.checkpoint.heads import (
-    read_confidence,
-    read_convolution,
-    read_markov,
-    read_selector,
-)
 from sglang_dflash.checkpoint.known_keys import (
     BODY,
     BOOKKEEPING,
@@ -139,14 +133,16 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
         quantization=top.quantization(),
     )
     if kind == "dspark":
-        return _with_heads(plain, top)
+        family = dspark.read_heads(top, DEFAULT_MARKOV_RANK, enabled=True, with_markov=True)
+        return replace(plain, family=family)
     if kind == "dflash2":
         if {draft_vocab_size, rows or vocab_size} != {vocab_size}:
             raise top.refuse(
                 f"has draft_vocab_size {draft_vocab_size} of {vocab_size}, and a DFlash 2 draft "
                 "has the target's vocabulary"
             )
-        return _with_parts(plain, top)
+        parts = dflash2.read_parts(top.over(DEFAULTS_OF_DFLASH2), plain)
+        return replace(plain, family=parts)
     return plain
 
 
@@ -164,23 +160,6 @@ def _slides_causal(top: Fields, kind: str, causal: bool | None) -> bool:
             f"{'' if causal else 'not '}causal"
         )
     return causal
-
-
-def _with_heads(plain: DFlashConfig, top: Fields) -> DFlashConfig:
-    """The draft with the heads of DSpark."""
-    markov = read_markov(top, DEFAULT_MARKOV_RANK)
-    confidence = read_confidence(top, markov, enabled=True, with_markov=True)
-    return replace(plain, markov=markov, confidence=confidence)
-
-
-def _with_parts(plain: DFlashConfig, top: Fields) -> DFlashConfig:
-    """The draft with the convolutions and the selector of DFlash 2."""
-    fields = top.over(DEFAULTS_OF_DFLASH2)
-    return replace(
-        plain,
-        convolution=read_convolution(fields, plain.hidden_size, plain.draft_width),
-        selector=read_selector(fields, plain.vocab_size),
-    )
 
 
 def rename(name: str) -> str:

@@ -1,1 +1,1 @@
-"""The heads that turn hidden states into drafted tokens."""
+"""A file for each family of drafts: its head, and its layers if they are not DFlash's."""

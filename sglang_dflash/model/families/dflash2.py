@@ -1,19 +1,85 @@
-"""DFlash 2: each draft is one of its position's likeliest tokens, by the draft before it.
+"""DFlash 2: convolutions along the block, and drafts that are chosen among candidates.
 
-The rule is that of z-lab's `dflash/model.py`. A candidate's score is its logit plus its edge from
-the draft before. The edges of all pairs of neighbouring candidates come from one product, so only
-the walk from index to index is sequential.
+The rules are those of z-lab's `dflash/model.py`. A kernel is a trained one plus one that is
+projected from the sublayer's normed input and shared by the channels of a group. Nothing crosses
+the bounds of a block, so a convolution keeps nothing between steps. The context is not convolved.
+
+A candidate's score is its logit plus its edge from the draft before. The edges of all pairs of
+neighbouring candidates come from one product, so only the walk from index to index is sequential.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash.checkpoint.config import DFlashConfig, Selector
-from sglang_dflash.model.heads.sequential import InOrder
-from sglang_dflash.model.vocabulary import Candidates, Predicted, Vocabulary
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.formats.dflash2 import Convolution, DFlash2, Selector
+from sglang_dflash.model.families import dflash
+from sglang_dflash.model.families.sequential import SequentialHead
+from sglang_dflash.model.head import DraftHead
+from sglang_dflash.model.layers import DFlashLayer, Quantization
+from sglang_dflash.model.lm_head import Candidates, Predicted, Vocabulary
+from sglang_dflash.model.rope import DraftRotary
+
+
+class BlockConvolution(nn.Module):
+    """The convolutions of one sublayer."""
+
+    def __init__(self, hidden_size: int, convolution: Convolution) -> None:
+        super().__init__()
+        self._taps, self._group = convolution.taps, convolution.group
+        self._groups = hidden_size // convolution.group
+        # The first dimension: before the sublayer, after it.
+        self.base_kernel = nn.Parameter(torch.empty(2, self._taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * self._taps * self._groups, bias=False)
+
+    def kernels(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The kernels before and after the sublayer: [B, N, taps, groups, channels of a group].
+
+        hidden: [n, H], the sublayer's normed input, of whole blocks of `width` positions.
+        """
+        by_group = 2, self._taps, self._groups
+        of_hidden = self.kernel_projection(hidden).view(-1, width, *by_group, 1)
+        before, after = (self.base_kernel.view(*by_group, self._group) + of_hidden).unbind(2)
+        return before, after
+
+    def convolve(self, hidden: Tensor, kernel: Tensor) -> Tensor:
+        """Convolve whole blocks, [n, H], by one of `kernels`."""
+        width = kernel.shape[1]
+        blocks = hidden.view(-1, width, self._groups, self._group)
+        output = kernel[:, :, 0] * blocks
+        for tap in range(1, min(self._taps, width)):
+            output[:, tap:].addcmul_(kernel[:, tap:, tap], blocks[:, :-tap])
+        return output.view(hidden.shape)
+
+
+class ConvolvedLayer(DFlashLayer):
+    """A layer whose sublayers have a convolution before and after them (DFlash 2)."""
+
+    def __init__(
+        self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
+    ) -> None:
+        super().__init__(config, layer_id, rotary_emb, quant)
+        assert isinstance(config.family, DFlash2)
+        assert config.family.convolution is not None
+        self.attention_conv = BlockConvolution(config.hidden_size, config.family.convolution)
+        self.mlp_conv = BlockConvolution(config.hidden_size, config.family.convolution)
+
+    def _attend(self, positions: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        conv = self.attention_conv
+        before, after = conv.kernels(hidden, self.block_width)
+        attended = super()._attend(positions, conv.convolve(hidden, before), batch)
+        return conv.convolve(attended, after)
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        conv = self.mlp_conv
+        before, after = conv.kernels(hidden, self.block_width)
+        return conv.convolve(super()._transform(conv.convolve(hidden, before)), after)
 
 
 class CandidateSelector(nn.Module):
@@ -43,22 +109,23 @@ class CandidateSelector(nn.Module):
         return torch.matmul(left, right.transpose(2, 3))
 
 
-class Selection(InOrder):
+class Selection(SequentialHead):
     """Drafts blocks with a candidate selector."""
 
-    def __init__(
-        self, config: DFlashConfig, selector: CandidateSelector, vocabulary: Vocabulary, width: int
-    ) -> None:
-        super().__init__(config, vocabulary, width)
-        self._selector = selector
-        selector.fit(vocabulary)
+    def __init__(self, config: DFlashConfig, selector: Selector) -> None:
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config, selector)
 
-    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        """As `InOrder._blocks`. A draft's probability is its weight among the candidates."""
-        anchors, drafting = token_ids[:, :1], hidden[:, self._first :]  # [B, S, H]
+    def bind(self, *given: Any) -> None:
+        super().bind(*given)
+        self.candidate_selector.fit(self.vocabulary)
+
+    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        """As `SequentialHead.blocks`. A draft's probability is its weight among the candidates."""
+        anchors, drafting = token_ids[:, :1], hidden[:, self.config.first_drafting :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
-        scores = logits[:, :, None] + self._selector.edges(drafting, before, ids)
+        scores = logits[:, :, None] + self.candidate_selector.edges(drafting, before, ids)
         best = scores.argmax(dim=3)  # [B, S, k]: the choice behind each token before
         at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
         path = [at]
@@ -69,7 +136,7 @@ class Selection(InOrder):
         drafts = ids.gather(2, steps[:, 1:]).flatten()
         if not weigh:
             return Predicted(drafts, None)
-        taken = steps[:, :-1, :, None].expand(-1, -1, -1, self._selector.top_k)
+        taken = steps[:, :-1, :, None].expand(-1, -1, -1, self.candidate_selector.top_k)
         weights = scores.gather(2, taken).softmax(dim=3).amax(dim=3)  # [B, S, 1]
         return Predicted(drafts, weights.flatten())
 
@@ -78,7 +145,20 @@ class Selection(InOrder):
 
         The multiplier is positive and the cap is monotone, so they are applied to candidates alone.
         """
-        count, hidden = self._selector.top_k, drafting.flatten(0, 1)
-        found = self._vocabulary.candidates(self._vocabulary.logits(hidden), count)
+        count, hidden = self.candidate_selector.top_k, drafting.flatten(0, 1)
+        found = self.vocabulary.candidates(self.vocabulary.logits(hidden), count)
         shape = *drafting.shape[:2], count
-        return Candidates(found.ids.view(shape), self._scaled(found.logits).view(shape))
+        return Candidates(found.ids.view(shape), self.scaled(found.logits).view(shape))
+
+
+def head(config: DFlashConfig) -> DraftHead:
+    assert isinstance(config.family, DFlash2)
+    if config.family.selector is None:
+        return dflash.Head(config)
+    return Selection(config, config.family.selector)
+
+
+def layer(config: DFlashConfig) -> type[DFlashLayer]:
+    """The class of its layers."""
+    assert isinstance(config.family, DFlash2)
+    return DFlashLayer if config.family.convolution is None else ConvolvedLayer

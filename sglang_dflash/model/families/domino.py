@@ -6,23 +6,25 @@ correction wait for the token before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash.checkpoint.config import DFlashConfig, PrefixGRU
-from sglang_dflash.model.heads.sequential import InOrder
-from sglang_dflash.model.vocabulary import Predicted, Vocabulary
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.formats.domino import Domino
+from sglang_dflash.model.families.sequential import SequentialHead
+from sglang_dflash.model.head import DraftHead
+from sglang_dflash.model.lm_head import Predicted
 
 
 class PrefixCell(nn.Module):
     """One step of a GRU without biases. Its weights stack the gates as PyTorch does: r, z, n."""
 
-    def __init__(self, config: DFlashConfig, gru: PrefixGRU) -> None:
+    def __init__(self, config: DFlashConfig, family: Domino) -> None:
         super().__init__()
-        size = gru.gru_hidden_dim
+        size = family.gru_hidden_dim
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, config.hidden_size))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
 
@@ -38,12 +40,11 @@ class PrefixCell(nn.Module):
 class Correction(nn.Sequential):
     """The term that is added to a draft's logits: two layers over [hidden state; GRU state]."""
 
-    def __init__(self, config: DFlashConfig, gru: PrefixGRU) -> None:
-        columns = config.draft_vocab_size or config.vocab_size
+    def __init__(self, config: DFlashConfig, family: Domino) -> None:
         super().__init__(
-            nn.Linear(config.hidden_size + gru.gru_hidden_dim, gru.emb_dim, bias=False),
+            nn.Linear(config.hidden_size + family.gru_hidden_dim, family.emb_dim, bias=False),
             nn.SiLU(),
-            nn.Linear(gru.emb_dim, columns, bias=False),
+            nn.Linear(family.emb_dim, config.columns, bias=False),
         )
         self.hidden_size = config.hidden_size
 
@@ -57,45 +58,41 @@ class Correction(nn.Sequential):
         return inner[:, :size], inner[:, size:].T, self.get_parameter("2.weight")
 
 
-class PrefixChain(InOrder):
+class PrefixChain(SequentialHead):
     """Drafts the positions of a block one after another, each corrected by all tokens before it."""
 
-    def __init__(
-        self,
-        config: DFlashConfig,
-        gru: PrefixGRU,
-        cell: PrefixCell,
-        correction: Correction,
-        embed: Callable[[Tensor], Tensor],
-        vocabulary: Vocabulary,
-        width: int,
-    ) -> None:
-        """embed: token ids, [B] int64 -> the embeddings that the GRU reads, [B, H].
+    def __init__(self, config: DFlashConfig, family: Domino) -> None:
+        super().__init__(config)
+        self.family = family
+        self.prefix_gru = PrefixCell(config, family)
+        self.embed_proj = Correction(config, family)
 
-        width: positions N that the draft reads at once, the same for every request.
-        """
-        super().__init__(config, vocabulary, width)
-        self._cell, self._correction, self._embed = cell, correction, embed
-        self._state_size, self._pure_prefix = gru.gru_hidden_dim, gru.pure_prefix
+    def bind(self, *given: Any) -> None:
+        super().bind(*given)
+        self.vocabulary.fit_output(self.embed_proj.get_parameter("2.weight"))
+
+    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
-        self._predicting = slice(0, width - 1) if gru.shifted else slice(1, width)
-        vocabulary.fit_output(correction.get_parameter("2.weight"))
-
-    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        vocabulary, hidden = self._vocabulary, hidden[:, self._predicting].contiguous()
-        by_hidden, by_state, outer = self._correction.weights()
+        predicting = slice(0, self.width - 1) if self.family.shifted else slice(1, self.width)
+        hidden = hidden[:, predicting].contiguous()
+        by_hidden, by_state, outer = self.embed_proj.weights()
         of_hidden = F.linear(hidden, by_hidden).unbind(1)  # [B, E] of each draft
-        logits = self._logits(hidden).unbind(1)
+        logits = self.logits(hidden).unbind(1)
         token = token_ids[:, 0]  # [B], the anchors
-        state = hidden.new_zeros(len(token_ids), self._state_size)
+        state = hidden.new_zeros(len(token_ids), self.family.gru_hidden_dim)
         drafts = []
-        for n in range(self._width - 1):
-            state = self._cell(self._embed(token), state)
-            if n < self._pure_prefix:
-                draft = vocabulary.largest(logits[n], weigh)
+        for n in range(self.width - 1):
+            state = self.prefix_gru(self.embed(token), state)
+            if n < self.family.pure_prefix:
+                draft = self.vocabulary.largest(logits[n], weigh)
             else:
                 inner = F.silu(torch.addmm(of_hidden[n], state, by_state))
-                draft = vocabulary.biased_largest(logits[n], inner, outer, weigh)
+                draft = self.vocabulary.biased_largest(logits[n], inner, outer, weigh)
             drafts.append(draft)
             token = draft.ids
         return Predicted.of_blocks(drafts)
+
+
+def head(config: DFlashConfig) -> DraftHead:
+    assert isinstance(config.family, Domino)
+    return PrefixChain(config, config.family)

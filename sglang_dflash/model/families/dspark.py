@@ -6,14 +6,18 @@ the token before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash.checkpoint.config import DFlashConfig, Markov
-from sglang_dflash.model.heads.independent import ConfidenceHead
-from sglang_dflash.model.heads.sequential import InOrder
-from sglang_dflash.model.vocabulary import Predicted, Vocabulary
+from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.checkpoint.formats.dspark import DSpark, Markov
+from sglang_dflash.model.families import dflash
+from sglang_dflash.model.families.sequential import SequentialHead
+from sglang_dflash.model.head import DraftHead
+from sglang_dflash.model.lm_head import Predicted, Vocabulary
 
 
 class MarkovHead(nn.Module):
@@ -28,8 +32,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.rank = markov.rank
         self.markov_w1 = nn.Embedding(config.vocab_size, markov.rank)
-        columns = config.draft_vocab_size or config.vocab_size
-        self.markov_w2 = nn.Linear(markov.rank, columns, bias=False)
+        self.markov_w2 = nn.Linear(markov.rank, config.columns, bias=False)
 
     def fit(self, vocabulary: Vocabulary) -> None:
         """Keep the rows that this rank needs."""
@@ -91,42 +94,87 @@ class RNNMarkovHead(MarkovHead):
 KINDS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
 
 
-class Chain(InOrder):
+class ConfidenceHead(nn.Module):
+    """The probability that a draft is accepted, given that all drafts before it are."""
+
+    def __init__(self, config: DFlashConfig, family: DSpark) -> None:
+        super().__init__()
+        self.rank = family.confidence_rank
+        self.proj = nn.Linear(config.hidden_size + self.rank, 1)
+
+    def forward(self, hidden: Tensor, markov_rows: Tensor | None = None) -> Tensor:
+        """[n] float32.
+
+        hidden: [n, H]; markov_rows: [n, r], `markov_w1` of each token before, if the draft has it.
+        """
+        inputs = hidden
+        if self.rank:
+            assert markov_rows is not None
+            inputs = torch.cat([hidden, markov_rows], dim=1)
+        logits: Tensor = self.proj(inputs)
+        return logits.squeeze(1).float().sigmoid()
+
+
+class Chain(SequentialHead):
     """Drafts the positions of a block one after another, each with a bias by the token before."""
 
-    def __init__(
-        self,
-        config: DFlashConfig,
-        markov: MarkovHead,
-        confidence: ConfidenceHead | None,
-        vocabulary: Vocabulary,
-        width: int,
-    ) -> None:
-        super().__init__(config, vocabulary, width)
-        self._markov, self._confidence = markov, confidence
-        markov.fit(vocabulary)
+    def __init__(self, config: DFlashConfig, family: DSpark, markov: Markov) -> None:
+        super().__init__(config)
+        self.markov_head = KINDS[markov.kind](config, markov)
+        self.confidence_head = None
+        if family.confidence is not None:
+            self.confidence_head = ConfidenceHead(config, family)
 
-    def _blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        markov, vocabulary = self._markov, self._vocabulary
+    def bind(self, *given: Any) -> None:
+        super().bind(*given)
+        self.markov_head.fit(self.vocabulary)
+
+    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        markov, confidence = self.markov_head, self.confidence_head
+        first = self.config.first_drafting
         of_hidden = markov.of_hidden(hidden).unbind(1)
-        drafting = hidden[:, self._first :]
-        logits = self._logits(drafting).unbind(1)
+        drafting = hidden[:, first:]
+        logits = self.logits(drafting).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
         token, state = token_ids[:, 0], None  # [B], the anchors
         drafts, markov_rows = [], []
-        for position in range(self._width):
+        for position in range(self.width):
             row = w1.index_select(0, token)
             latent, state = markov.latent(row, of_hidden[position], state)
-            if position < self._first:
+            if position < first:
                 continue  # the head's state advances, and the anchor is also before the first draft
-            here = logits[position - self._first]
-            draft = vocabulary.biased_largest(here, latent, w2, weigh and self._confidence is None)
-            token = draft.ids
-            drafts.append(draft)
+            biased = self.vocabulary.biased_largest(
+                logits[position - first], latent, w2, weigh and confidence is None
+            )
+            token = biased.ids
+            drafts.append(biased)
             markov_rows.append(row)
         found = Predicted.of_blocks(drafts)
-        if not weigh or self._confidence is None:
+        if not weigh or confidence is None:
             return found
         before = torch.stack(markov_rows, dim=1).flatten(0, 1)
-        confidence = self._confidence(drafting.flatten(0, 1), before)
-        return Predicted(found.ids, confidence)
+        return Predicted(found.ids, confidence(drafting.flatten(0, 1), before))
+
+
+class Confident(dflash.Head):
+    """Predicts each position by itself, and weighs it by the confidence head."""
+
+    def __init__(self, config: DFlashConfig, family: DSpark) -> None:
+        super().__init__(config)
+        self.confidence_head = ConfidenceHead(config, family)
+
+    def bind(self, *given: Any) -> None:
+        super().bind(*given)
+        self.rank_local = True
+
+    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+        ids = super().predict(hidden, token_ids, weigh=False).ids
+        return Predicted(ids, self.confidence_head(self.drafting(hidden)) if weigh else None)
+
+
+def head(config: DFlashConfig) -> DraftHead:
+    family = config.family
+    assert isinstance(family, DSpark)
+    if family.markov is None:
+        return Confident(config, family)
+    return Chain(config, family, family.markov)
