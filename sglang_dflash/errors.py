@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import reprlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing import ProcessError
+from typing import Generic, TypeVar
 
 # SGLang's own DFLASH serves some things that were not compared with this package.
 BUILT_IN = "Or, on a GPU, set SGLANG_PLUGINS=dflash_cpu for SGLang's own DFLASH."
@@ -48,6 +51,39 @@ class Refusal(ValueError):
 
 class Unreachable(Refusal):
     """The model hub did not answer, so nothing is known about the checkpoint."""
+
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)
+class Rule(Generic[F]):
+    """What is refused, on facts of type F.
+
+    `what` and `fix` are those of the `Refusal`. They are format strings: `f` is the facts, and
+    `found` is the result of `applies`. Pages list the rules.
+    """
+
+    subject: str  # as a page names it, Markdown
+    applies: Callable[[F], object]  # anything false: the rule does not apply
+    what: str
+    fix: str
+
+    def refusal(self, facts: F) -> Refusal | None:
+        found = self.applies(facts)
+        if not found:
+            return None
+        return Refusal(
+            self.what.format(f=facts, found=found), self.fix.format(f=facts, found=found)
+        )
+
+
+def refuse(rules: Iterable[Rule[F]], facts: F) -> None:
+    """Raise the refusal of the first rule that applies."""
+    for rule in rules:
+        refusal = rule.refusal(facts)
+        if refusal is not None:
+            raise refusal
 
 
 def in_one_paragraph(text: str) -> str:

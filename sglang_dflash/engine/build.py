@@ -13,7 +13,7 @@ from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
 from sglang_dflash.engine.draft_worker import make_draft_worker
-from sglang_dflash.engine.refusals import check_loaded_adapters, longest_request
+from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.report.worker import Report
@@ -31,6 +31,7 @@ from sglang_dflash.step.verify import Verifier
 from sglang_dflash.step.window import DraftWindow
 from sglang_dflash.step.worker import DFlashWorker
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
+from sglang_dflash.targets.lora import check_loaded_adapters
 from sglang_dflash.targets.recurrent_states import states_of
 
 logger = logging.getLogger(__name__)

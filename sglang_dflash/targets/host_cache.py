@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.errors import BUILT_IN, Refusal
-from sglang_dflash.settings.platforms import platform_of
+from sglang_dflash.errors import BUILT_IN, Rule, refuse
+from sglang_dflash.settings.facts import DraftFacts
 from sglang_dflash.targets.hybrid import keeps_gdn_states
 
 logger = logging.getLogger(__name__)
@@ -47,71 +46,91 @@ def copy_directly(server_args: ServerArgs) -> None:
         )
 
 
-def check_host_cache(
-    server_args: ServerArgs, model_config: ModelConfig, draft: DFlashConfig
-) -> None:
+def _other_tree(facts: DraftFacts) -> str:
+    """The variable that asks for a radix tree with a hierarchical cache of its own."""
+    return next((name for name in TREES if getattr(envs, name).get()), "")
+
+
+def _untested_copies(facts: DraftFacts) -> bool:
+    args = facts.args
+    unknown = args.hicache_mem_layout == "page_head", args.hicache_io_backend == "kernel_ascend"
+    return any(unknown)
+
+
+# Of servers with --enable-hierarchical-cache: where hits in host memory would lack KV of the draft.
+RULES: tuple[Rule[DraftFacts], ...] = (
+    Rule(
+        "`--enable-hierarchical-cache` on a CPU",
+        lambda f: not f.platform.host_cache,
+        "--enable-hierarchical-cache does not work {f.platform.place}: SGLang's copies between "
+        "host and device need a GPU.",
+        WITHOUT_HOST_CACHE,
+    ),
+    Rule(
+        "`--hicache-storage-backend`",
+        lambda f: f.args.hicache_storage_backend is not None,
+        "DFLASH does not work with --hicache-storage-backend {f.args.hicache_storage_backend}. "
+        + STORAGE,
+        f"Leave it out. The cache in host memory works without it. {BUILT_IN}",
+    ),
+    Rule(
+        "`--enable-hierarchical-cache`, hybrid targets",
+        lambda f: keeps_gdn_states(f.target),
+        "The target {f.args.model_path} has recurrent states. SGLang's hierarchical cache for such "
+        "targets does not copy the draft's KV.",
+        WITHOUT_HOST_CACHE,
+    ),
+    Rule(
+        "`--enable-hierarchical-cache`, targets with two KV pools (sliding windows)",
+        lambda f: f.target.is_hybrid_swa,
+        "The target {f.args.model_path} has sliding-window layers. SGLang's hierarchical cache for "
+        "such targets does not copy the draft's KV.",
+        WITHOUT_HOST_CACHE,
+    ),
+    Rule(
+        "`--enable-hierarchical-cache`, targets with latent attention (MLA)",
+        lambda f: f.target.attention_arch == AttentionArch.MLA,
+        "The target {f.args.model_path} uses latent attention (MLA), with which the hierarchical "
+        "cache has not been compared.",
+        WITHOUT_HOST_CACHE,
+    ),
+    Rule(
+        "`--enable-hierarchical-cache`, drafts with more layers than the target",
+        lambda f: f.draft.num_layers > f.target.num_hidden_layers,
+        "The draft has {f.draft.num_layers} layers and the target {f.target.num_hidden_layers}. "
+        "SGLang's hierarchical cache loads a layer of the draft with the same layer of the target, "
+        "so the others would lack their KV.",
+        WITHOUT_HOST_CACHE,
+    ),
+    Rule(
+        "`--hicache-mem-layout page_head`, `--hicache-io-backend kernel_ascend`",
+        _untested_copies,
+        "DFLASH has not been compared with --hicache-mem-layout {f.args.hicache_mem_layout} and "
+        "--hicache-io-backend {f.args.hicache_io_backend}.",
+        "Give --hicache-mem-layout layer_first, page_first or page_first_direct, and "
+        "--hicache-io-backend kernel or direct.",
+    ),
+    Rule(
+        f"`--enable-hierarchical-cache` with {' or '.join(TREES)}",
+        _other_tree,
+        "The radix tree of {found} has a hierarchical cache of its own, which does not copy the "
+        "draft's KV.",
+        "Unset {found}, or leave --enable-hierarchical-cache out.",
+    ),
+    Rule(
+        "`--enable-hierarchical-cache` with `--radix-cache-backend`",
+        lambda f: f.args.radix_cache_backend,
+        "It is not known whether the cache of --radix-cache-backend {f.args.radix_cache_backend} "
+        "copies the draft's KV to host memory.",
+        "Leave --radix-cache-backend or --enable-hierarchical-cache out.",
+    ),
+)
+
+
+def check_host_cache(facts: DraftFacts) -> None:
     """Raise `Refusal` where hits in host memory would lack KV of the draft, or were not tested."""
-    if not server_args.enable_hierarchical_cache:
-        return
-    target, platform = f"The target {server_args.model_path}", platform_of(server_args)
-    layers = model_config.num_hidden_layers
-    if not platform.host_cache:
-        raise Refusal(
-            f"--enable-hierarchical-cache does not work {platform.place}: SGLang's copies between "
-            "host and device need a GPU.",
-            WITHOUT_HOST_CACHE,
-        )
-    if server_args.hicache_storage_backend is not None:
-        raise Refusal(
-            f"DFLASH does not work with --hicache-storage-backend "
-            f"{server_args.hicache_storage_backend}. {STORAGE}",
-            f"Leave it out. The cache in host memory works without it. {BUILT_IN}",
-        )
-    if keeps_gdn_states(model_config) or model_config.is_hybrid_swa:
-        kind = "recurrent states" if keeps_gdn_states(model_config) else "sliding-window layers"
-        raise Refusal(
-            f"{target} has {kind}. SGLang's hierarchical cache for such targets does not copy the "
-            "draft's KV.",
-            WITHOUT_HOST_CACHE,
-        )
-    if model_config.attention_arch == AttentionArch.MLA:
-        raise Refusal(
-            f"{target} uses latent attention (MLA), with which the hierarchical cache has not been "
-            "compared.",
-            WITHOUT_HOST_CACHE,
-        )
-    if draft.num_layers > layers:
-        raise Refusal(
-            f"The draft has {draft.num_layers} layers and the target {layers}. SGLang's "
-            "hierarchical cache loads a layer of the draft with the same layer of the target, so "
-            "the others would lack their KV.",
-            WITHOUT_HOST_CACHE,
-        )
-    _check_transfers(server_args)
-
-
-def _check_transfers(server_args: ServerArgs) -> None:
-    layout, copies = server_args.hicache_mem_layout, server_args.hicache_io_backend
-    if layout == "page_head" or copies == "kernel_ascend":
-        raise Refusal(
-            f"DFLASH has not been compared with --hicache-mem-layout {layout} and "
-            f"--hicache-io-backend {copies}.",
-            "Give --hicache-mem-layout layer_first, page_first or page_first_direct, and "
-            "--hicache-io-backend kernel or direct.",
-        )
-    for name in TREES:
-        if getattr(envs, name).get():
-            raise Refusal(
-                f"The radix tree of {name} has a hierarchical cache of its own, which does not "
-                "copy the draft's KV.",
-                f"Unset {name}, or leave --enable-hierarchical-cache out.",
-            )
-    if server_args.radix_cache_backend:
-        raise Refusal(
-            f"It is not known whether the cache of --radix-cache-backend "
-            f"{server_args.radix_cache_backend} copies the draft's KV to host memory.",
-            "Leave --radix-cache-backend or --enable-hierarchical-cache out.",
-        )
+    if facts.args.enable_hierarchical_cache:
+        refuse(RULES, facts)
 
 
 def draft_kv_pool(

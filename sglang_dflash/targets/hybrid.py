@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,54 +16,24 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.fit import OTHER_STATES
-from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
+from sglang_dflash.errors import WITHOUT_DFLASH, Rule, refuse
 from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.seam.patched import temporarily
-from sglang_dflash.settings.platforms import platform_of
+from sglang_dflash.settings.facts import Facts
 
 logger = logging.getLogger(__name__)
 
 GDN_CONFIGS = (Qwen3NextConfig, Qwen3_5Config)  # and the classes derived from them
 
 
-def check_states(server_args: ServerArgs) -> None:
-    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse other recurrent states.
-
-    SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
-    the only linear attention that is replayed after a verify.
-    """
-    model_config = server_args.get_model_config()
-    _check_strategy(server_args, keeps_gdn_states(model_config))
-    if keeps_gdn_states(model_config):
-        return
-    if _keeps_state(model_config.hf_config) or _keeps_state(model_config.hf_text_config):
-        raise Refusal(f"The target {server_args.model_path} {OTHER_STATES}", WITHOUT_DFLASH)
-
-
-def _check_strategy(server_args: ServerArgs, keeps_states: bool) -> None:
-    """Refuse states that are stored at intervals, where nothing or something else stores them."""
-    strategy = server_args.mamba_scheduler_strategy
-    if strategy == "no_buffer":
-        return
-    reason = None
-    if not keeps_states:
-        reason = f"the target {server_args.model_path} has no recurrent states that DFLASH serves"
-    elif strategy != "extra_buffer":
-        reason = "it needs SGLang's overlap scheduler, which has no spec-v1 workers"
-    elif not platform_of(server_args).tracked_states:
-        reason = "a prefill stores such states on CUDA only"
-    elif server_args.enable_streaming_session:
-        reason = "streaming sessions hand such states over, which has not been compared"
-    if reason is not None:
-        raise Refusal(
-            f"DFLASH does not work with --mamba-scheduler-strategy {strategy}: {reason}.",
-            "Leave it out: the radix cache also works without it.",
-        )
-
-
-def keeps_gdn_states(model_config: ModelConfig) -> bool:
+def keeps_gdn_states(target: ModelConfig) -> bool:
     """Whether the target is a hybrid of attention and gated delta networks."""
-    return isinstance(model_config.hf_config.get_text_config(), GDN_CONFIGS)
+    return isinstance(target.hf_config.get_text_config(), GDN_CONFIGS)
+
+
+def _keeps_other_states(target: ModelConfig) -> bool:
+    configs = target.hf_config, target.hf_text_config
+    return not keeps_gdn_states(target) and any(map(_keeps_state, configs))
 
 
 def _keeps_state(config: Any) -> bool:
@@ -73,43 +44,113 @@ def _keeps_state(config: Any) -> bool:
     return hasattr(kind, "linear_layer_ids") or get_linear_attn_config(config) is not None
 
 
-def check_states_are_replayed(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse what a hybrid target's states cannot be replayed with."""
-    if not keeps_gdn_states(model_config):
-        return
-    if server_args.cpu_offload_gb > 0 or server_args.offload_group_size > 0:
-        raise Refusal(
-            f"The target {server_args.model_path} has recurrent states, and DFLASH replays them "
-            "with weights that must stay on the device.",
-            "Leave --cpu-offload-gb and --offload-group-size out.",
-        )
-    _check_state_dtypes(server_args, model_config)
+STRATEGY = (
+    "DFLASH does not work with --mamba-scheduler-strategy {f.args.mamba_scheduler_strategy}: "
+)
+WITHOUT_STRATEGY = "Leave it out: the radix cache also works without it."
+# States that are stored at intervals, where nothing or something else stores them.
+STRATEGY_RULES: tuple[Rule[Facts], ...] = (
+    Rule(
+        "`--mamba-scheduler-strategy` for targets without recurrent states",
+        lambda f: not keeps_gdn_states(f.target),
+        STRATEGY + "the target {f.args.model_path} has no recurrent states that DFLASH serves.",
+        WITHOUT_STRATEGY,
+    ),
+    Rule(
+        "`--mamba-scheduler-strategy` other than no_buffer, extra_buffer",
+        lambda f: f.args.mamba_scheduler_strategy != "extra_buffer",
+        STRATEGY + "it needs SGLang's overlap scheduler, which has no spec-v1 workers.",
+        WITHOUT_STRATEGY,
+    ),
+    Rule(
+        "`--mamba-scheduler-strategy extra_buffer` on a CPU",
+        lambda f: not f.platform.tracked_states,
+        STRATEGY + "a prefill stores such states on CUDA only.",
+        WITHOUT_STRATEGY,
+    ),
+    Rule(
+        "`--mamba-scheduler-strategy extra_buffer` with `--enable-streaming-session`",
+        lambda f: f.args.enable_streaming_session,
+        STRATEGY + "streaming sessions hand such states over, which has not been compared.",
+        WITHOUT_STRATEGY,
+    ),
+)
+OTHER_STATES_RULE = Rule[Facts](
+    "targets with other recurrent states than gated delta networks",
+    lambda f: _keeps_other_states(f.target),
+    "The target {f.args.model_path} " + OTHER_STATES,
+    WITHOUT_DFLASH,
+)
 
 
-def _check_state_dtypes(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse dtypes with which a verify would round states otherwise than decoding does."""
-    target, dtype = f"The target {server_args.model_path}", model_config.dtype
-    platform = platform_of(server_args)
-    if dtype not in platform.gdn_dtypes:
-        raise Refusal(
-            f"{target} is to compute in {_name(dtype)}, which SGLang's linear attention does not "
-            f"do {platform.place}.",
-            f"Give --dtype {_name(platform.gdn_dtypes[0])}.",
-        )
-    kept = mamba2_state_dtype(model_config.hf_config)
-    if kept.conv != dtype:
-        raise Refusal(
-            f"{target} computes in {_name(dtype)}, but SGLang keeps its convolution states in "
-            f"{_name(kept.conv)}, and a verify does not round them as decoding does.",
-            f"Set SGLANG_MAMBA_CONV_DTYPE={_name(dtype)}.",
-        )
-    recurrent = server_args.mamba_ssm_dtype or _name(kept.temporal)
-    if recurrent != "float32":
-        raise Refusal(
-            f"{target} keeps its recurrent states in {recurrent}. One-token decoding rounds them "
-            "after each token, and a verify after each block.",
-            "Give --mamba-ssm-dtype float32.",
-        )
+def check_states(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs._handle_model_specific_adjustments`: refuse other recurrent states.
+
+    SGLang's own check there suggests flags for another scheduler. Gated delta networks (GDN) are
+    the only linear attention that is replayed after a verify.
+    """
+    facts = Facts(server_args)
+    if server_args.mamba_scheduler_strategy != "no_buffer":
+        refuse(STRATEGY_RULES, facts)
+    refuse([OTHER_STATES_RULE], facts)
+
+
+@dataclass(frozen=True)
+class StateFacts(Facts):
+    """A server of a hybrid target, and the dtypes of its states."""
+
+    @property
+    def conv(self) -> str:
+        return _name(mamba2_state_dtype(self.target.hf_config).conv)
+
+    @property
+    def recurrent(self) -> str:
+        kept = mamba2_state_dtype(self.target.hf_config).temporal
+        return self.args.mamba_ssm_dtype or _name(kept)
+
+    @property
+    def gdn_dtype(self) -> str:
+        """A dtype that the target can compute in."""
+        return _name(self.platform.gdn_dtypes[0])
+
+
+# Of hybrid targets, where a verify would round states otherwise than decoding, or not replay them.
+RULES: tuple[Rule[StateFacts], ...] = (
+    Rule(
+        "`--cpu-offload-gb`, `--offload-group-size`, hybrid targets",
+        lambda f: f.args.cpu_offload_gb > 0 or f.args.offload_group_size > 0,
+        "The target {f.args.model_path} has recurrent states, and DFLASH replays them with weights "
+        "that must stay on the device.",
+        "Leave --cpu-offload-gb and --offload-group-size out.",
+    ),
+    Rule(
+        "`--dtype float32` on CUDA, hybrid targets",
+        lambda f: f.target.dtype not in f.platform.gdn_dtypes,
+        "The target {f.args.model_path} is to compute in {f.dtype}, which SGLang's linear "
+        "attention does not do {f.platform.place}.",
+        "Give --dtype {f.gdn_dtype}.",
+    ),
+    Rule(
+        "`SGLANG_MAMBA_CONV_DTYPE` other than the target's dtype, hybrid targets",
+        lambda f: f.conv != f.dtype,
+        "The target {f.args.model_path} computes in {f.dtype}, but SGLang keeps its convolution "
+        "states in {f.conv}, and a verify does not round them as decoding does.",
+        "Set SGLANG_MAMBA_CONV_DTYPE={f.dtype}.",
+    ),
+    Rule(
+        "`--mamba-ssm-dtype` other than float32, hybrid targets",
+        lambda f: f.recurrent != "float32",
+        "The target {f.args.model_path} keeps its recurrent states in {f.recurrent}. One-token "
+        "decoding rounds them after each token, and a verify after each block.",
+        "Give --mamba-ssm-dtype float32.",
+    ),
+)
+
+
+def check_states_are_replayed(facts: Facts) -> None:
+    """Raise `Refusal` for what a hybrid target's states cannot be replayed with."""
+    if keeps_gdn_states(facts.target):
+        refuse(RULES, StateFacts(facts.args))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from sglang_dflash.engine import draft_worker
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
+from sglang_dflash.targets import kv_dtype
 from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
 from test.rehearsal.mutation import mutate
@@ -481,9 +482,9 @@ ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
         expected=MIXED,
     ),
     "draft attention": Mutation(
-        "engine.v0_5_13.server_args:_draft_backend",
-        "_, chosen = server_args",
-        "chosen, _ = server_args",
+        "engine.draft_rules:draft_backend",
+        "facts.decode",
+        "facts.prefill",
         given=FLASHINFER,
         expected=MIXED,
     ),
@@ -526,22 +527,38 @@ def test_a_wrong_argument_is_seen(
         check_arguments(*asked, **mutation.given)
 
 
-FP8_CHECK = "targets.kv_dtype:_check_fp8_kv"
-MISSING_REFUSALS = [  # the refusal's number in REFUSED_KV, and the mutation
-    (0, "targets.kv_dtype:refuse_fp4_kv", '== "fp4_e2m1"', '== "fp4"'),
-    (1, FP8_CHECK, 'asked == "fp8_e5m2"', "False"),
-    (2, "targets.kv_dtype:_has_fp8_kv", '== "FP8"', '== "fp8"'),
-    (2, FP8_CHECK, "verify != decode", "False"),
-    (3, FP8_CHECK, '"triton" in (verify, decode)', "False"),
-    (4, FP8_CHECK, "== AttentionArch.MLA", "is None"),
-    (5, FP8_CHECK, 'torch.float16 and "fa3"', 'torch.float64 and "fa3"'),
-    (6, "targets.kv_dtype:check_kv", "== torch.float16", "is None"),
-    (7, "targets.kv_dtype:check_kv", "not platform_of(server_args).scale_files", "False"),
+MISSING_RULES = [  # the refusal's number in REFUSED_KV, and how the subject of its rule begins
+    (1, "`--kv-cache-dtype fp8_e5m2` with fa3"),
+    (2, "KV in FP8 with different backends"),
+    (3, "KV in FP8 with triton"),
+    (4, "KV in FP8 of targets with latent attention"),
+    (5, "KV in FP8 with `--dtype float16`"),
+    (6, "`--kv-cache-dtype` other than"),
+    (7, "`--quantization-param-path`"),
 ]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("number", "function", "old", "new"), MISSING_REFUSALS)
+@pytest.mark.parametrize(("number", "subject"), MISSING_RULES)
+def test_a_missing_rule_of_kv_is_seen(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, subject: str
+) -> None:
+    kind, given, words = REFUSED_KV[number]
+    others = tuple(rule for rule in kv_dtype.RULES if not rule.subject.startswith(subject))
+    assert len(others) == len(kv_dtype.RULES) - 1
+    monkeypatch.setattr(kv_dtype, "RULES", others)
+    with pytest.raises(AssertionError):
+        check_refusal(words, write_kind(tmp_path, kind), draft, **given)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("number", "function", "old", "new"),
+    [
+        (0, "targets.kv_dtype:refuse_fp4_kv", "refuse([FP4], server_args)", "pass"),
+        (2, "targets.kv_dtype:_has_fp8_kv", '== "FP8"', '== "fp8"'),
+    ],
+)
 def test_a_missing_refusal_of_kv_is_seen(
     draft: str,
     tmp_path: Path,
@@ -565,6 +582,6 @@ def test_a_missing_refusal_is_seen(
     target, words = write_kind(tmp_path, "sliding window"), ["sliding-window"]
     check_refusal(words, target, draft, attention_backend="flashinfer")
     told = 'hasattr(cls, "get_attention_sliding_window_size")'
-    mutate(monkeypatch, "engine.refusals:_has_windows", told, "False")
+    mutate(monkeypatch, "engine.target_rules:has_windows", told, "False")
     with pytest.raises(AssertionError, match=words[0]):
         check_refusal(words, target, draft, attention_backend="flashinfer")

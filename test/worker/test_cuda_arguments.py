@@ -15,7 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.backends.fa3 import scheduled
-from sglang_dflash.engine import refusals
+from sglang_dflash.engine import target_rules
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from sglang_dflash.targets import kv_dtype as target_kv
@@ -88,8 +88,8 @@ def test_targets_with_windows_are_known(tmp_path: Path) -> None:
     windowed = model_config(save_config(tmp_path / "gemma", "Gemma3ForCausalLM", config))
     config = transformers.Qwen3Config(**SIZES, **HEADS)
     plain = model_config(save_config(tmp_path / "qwen", "Qwen3ForCausalLM", config))
-    assert refusals._has_windows(windowed)
-    assert not refusals._has_windows(plain)
+    assert target_rules.has_windows(windowed)
+    assert not target_rules.has_windows(plain)
 
 
 @pytest.mark.parametrize("mla", [True, False])

@@ -10,16 +10,15 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.formats import speculators
 from sglang_dflash.checkpoint.served import draft_config, served_draft
-from sglang_dflash.engine import refusals
-from sglang_dflash.errors import BUILT_IN, Refusal
+from sglang_dflash.engine import draft_rules, refusals
+from sglang_dflash.errors import Refusal, refuse
 from sglang_dflash.seam.flags import is_dflash
 from sglang_dflash.settings import options
+from sglang_dflash.settings.facts import DraftFacts
 from sglang_dflash.settings.options import Options, has_adapters
-from sglang_dflash.settings.platforms import platform_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +34,6 @@ OVERRIDES = (
     "own config.json (%s), for as many positions as the target serves."
 )
 MAX_RUNNING_REQUESTS = 48  # default
-NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
-# Attention backends of SGLang that verify no blocks here, and why. Other devices have others.
-UNSERVED = {
-    "trtllm_mla": NOT_RUN,
-    "cutedsl_mla": NOT_RUN,
-    "trtllm_mha": NOT_RUN,
-    "tokenspeed_mla": "needs KV in FP8, which is not served for latent attention (MLA)",
-    "cutlass_mla": "computes one token per request, and its CUDA graphs have no room for a block",
-    "flashmla": "has a kernel for blocks that has not been compared with its kernel for one token",
-    "fa4": "computes K and V of each head of MLA, for which a verify lacks lengths, and its other "
-    "kernels have not been compared with this package",
-    "dsa": "serves DeepSeek's sparse attention (DSA) only",
-    "nsa": "serves DeepSeek's sparse attention (DSA) only",
-}
 
 
 def adopt_speculators(server_args: ServerArgs) -> None:
@@ -127,11 +112,13 @@ def handle_dflash(server_args: ServerArgs) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
     refusals.check_flags(server_args)
     draft, tensors = served_draft(server_args)
-    server_args.speculative_num_draft_tokens = _block_size(server_args, draft)
+    facts = DraftFacts(server_args, draft, tensors)
+    refuse(draft_rules.FIRST, facts)
+    _set_block_size(facts)
     server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
-    server_args.speculative_draft_attention_backend = _draft_backend(server_args)
-    refusals.check_target(server_args, draft)
-    refusals.check_draft(server_args, draft, tensors)
+    server_args.speculative_draft_attention_backend = draft_rules.draft_backend(facts)
+    refusals.check_target(facts)
+    refusals.check_draft(facts)
     server_args.speculative_draft_model_quantization = draft.quantization_method
     chosen = Options.read(server_args)  # refuses before any process starts
     if server_args.max_total_tokens is not None:
@@ -171,56 +158,12 @@ def _bound_requests(server_args: ServerArgs) -> None:
         server_args.max_mamba_cache_size = given // server_args.dp_size
 
 
-def _block_size(server_args: ServerArgs, draft: DFlashConfig) -> int:
-    """The served block: an explicit flag, else the longest."""
-    given = {
-        "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
-        "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
-    }
-    longest = draft.block_size
-    values = {value for value in given.values() if value is not None} or {longest}
-    if len(values) > 1:
-        raise Refusal(
-            f"{' and '.join(given)} are aliases but differ: {sorted(values)}.", "Give one of them."
-        )
-    size: int = values.pop()
-    if not 2 <= size <= longest:
-        raise Refusal(
-            f"The block size {size} is not possible: a block of this draft has at most {longest}.",
-            f"Give 2 to {longest}. The anchor counts.",
-        )
-    window = server_args.speculative_draft_window_size
-    if window is not None and window < size:
-        raise Refusal(
-            f"A block of {size} does not fit --speculative-draft-window-size {window}.",
-            f"Give at least {size}.",
-        )
+def _set_block_size(facts: DraftFacts) -> None:
+    size, longest = draft_rules.block_size(facts), facts.draft.block_size
+    facts.args.speculative_num_draft_tokens = size
     if size < longest:
         logger.warning(
             f"DFLASH: the block size is {size}, but the draft was trained for {longest} and may "
             "draft worse with fewer masks. To keep all masks, use "
             f"--speculative-dflash-verify-width {size} instead."
         )
-    return size
-
-
-def _draft_backend(server_args: ServerArgs) -> str:
-    """The attention backend of the draft: an explicit flag, else the target's."""
-    able = platform_of(server_args).attention_backends
-    unable = sorted(set(server_args.get_attention_backends()) - set(able))
-    if unable:
-        reasons = "; ".join(f"{name} {UNSERVED[name]}" for name in unable if name in UNSERVED)
-        raise Refusal(
-            f"DFLASH verifies with the attention backends {', '.join(able)}, not "
-            f"{', '.join(unable)}{': ' if reasons else ''}{reasons}.",
-            f"Give --attention-backend {able[0]}. {BUILT_IN}",
-        )
-    chosen = server_args.speculative_draft_attention_backend
-    if chosen is None:
-        _, chosen = server_args.get_attention_backends()
-    if chosen not in able:
-        raise Refusal(
-            f"The draft is served with the attention backends {', '.join(able)}, not {chosen}.",
-            f"Give --speculative-draft-attention-backend {' or '.join(able)}. {BUILT_IN}",
-        )
-    return str(chosen)
