@@ -47,7 +47,8 @@ def build_worker(
     target = target_worker.model_runner
     check_loaded_kv(server_args, target)
     check_loaded_adapters(server_args, target.model)
-    options, platform = Options.read(server_args), platform_of(server_args)
+    options: Options = server_args.dflash
+    platform = platform_of(server_args)
     kernels, clock = Kernels.on(target_worker.device), StepClock(platform.queues_work)
     pool, allocator = target_worker.get_memory_pool()
     slots = Slots(pool, allocator, options.reserved_tokens)

@@ -1,14 +1,13 @@
-"""Options that SGLang does not have: read once from the environment, or refused.
-
-Command-line flags write them to the environment. Users of `sglang.Engine` set the variables
-themselves.
-"""
+"""Options that SGLang does not have: flags, or variables for users of `sglang.Engine`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sglang_dflash.errors import Refusal
@@ -16,65 +15,57 @@ from sglang_dflash.settings.platforms import Platform, platform_of
 
 VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
-VARIABLES = {  # of the flags below
-    "--speculative-dflash-verify-width": VERIFY_WIDTH,
-    "--speculative-dflash-draft-ahead": DRAFT_AHEAD,
+FLAGS = {  # by the variable that each one takes the place of
+    VERIFY_WIDTH: "--speculative-dflash-verify-width",
+    DRAFT_AHEAD: "--speculative-dflash-draft-ahead",
 }
-
-
-@dataclass(frozen=True)
-class GivenFlag:
-    """A flag of the last command line that this process has parsed."""
-
-    name: str
-    variable: str  # in the environment
-    before: str | None  # its value before the flag set it
-
-
-given_flags: list[GivenFlag] = []
-
-
-class _ToEnvironment(argparse._StoreAction):
-    """Set the environment variable of this flag.
-
-    SGLang's --config takes only flags whose action is one of argparse's own two.
-    """
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        name = self.option_strings[0]
-        variable = VARIABLES[name]
-        given_flags.append(GivenFlag(name, variable, os.environ.get(variable)))
-        os.environ[variable] = values
-
-
-def _forget_given_flags() -> None:
-    """Give the variables back the values that they had before the last command line."""
-    while given_flags:
-        flag = given_flags.pop()
-        if flag.before is None:
-            os.environ.pop(flag.variable, None)
-        else:
-            os.environ[flag.variable] = flag.before
+# The flags of the command line whose server arguments are made now, by variable.
+NO_FLAGS: Mapping[str, str] = MappingProxyType({})
+_given = ContextVar("flags of this package", default=NO_FLAGS)
 
 
 def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER `ServerArgs.add_cli_args`: a new command line may give the options below."""
-    _forget_given_flags()
+    """AFTER `ServerArgs.add_cli_args`."""
     parser.add_argument(
-        "--speculative-dflash-verify-width",
-        action=_ToEnvironment,
+        FLAGS[VERIFY_WIDTH],
         metavar="{full,N,auto}",
         help="Number of positions of a DFLASH block that the target verifies. auto picks the width "
         "with the highest expected throughput. Default: auto on a CPU, full on CUDA "
         "and with LoRA adapters.",
     )
     parser.add_argument(
-        "--speculative-dflash-draft-ahead",
-        action=_ToEnvironment,
+        FLAGS[DRAFT_AHEAD],
         metavar="{on,off}",
         help="Queue the draft of the next DFLASH block before the host handles results. "
         "Default: on with CUDA, off on a CPU.",
     )
+
+
+def with_flags(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`: SGLang's class has no fields for flags of this package.
+
+    The arguments are handled inside this call, and `Options` is kept with them.
+    """
+    given = {}
+    for variable, flag in FLAGS.items():
+        value = getattr(namespace, flag.removeprefix("--").replace("-", "_"), None)
+        if value is not None:
+            given[variable] = str(value)
+    token = _given.set(given)
+    try:
+        return original(cls, namespace)
+    finally:
+        _given.reset(token)
+
+
+def given_flags() -> list[str]:
+    """The flags of this package on the command line that is handled now."""
+    return [FLAGS[variable] for variable in _given.get()]
+
+
+def _asked(variable: str, default: str) -> str:
+    """The value of a flag, else of its variable."""
+    return _given.get().get(variable) or os.environ.get(variable, default)
 
 
 @dataclass(frozen=True)
@@ -87,18 +78,18 @@ class Options:
 
     @classmethod
     def read(cls, server_args: Any) -> Options:
-        """Read the environment for server arguments with a block size; raises `Refusal`."""
+        """Read flags and environment for server arguments with a block size; raises `Refusal`."""
         block_size = int(server_args.speculative_num_draft_tokens)
         platform = platform_of(server_args)
         adapters = has_adapters(server_args)
-        widths = os.environ.get(VERIFY_WIDTH, "full" if adapters else platform.verify_width)
+        widths = _asked(VERIFY_WIDTH, "full" if adapters else platform.verify_width)
         if adapters and widths == "auto":
             raise Refusal(
                 f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) auto does not work with "
                 "LoRA adapters: SGLang prepares them for one width.",
                 f"Give full, or 2 to {block_size}.",
             )
-        ahead = os.environ.get(DRAFT_AHEAD, platform.draft_ahead)
+        ahead = _asked(DRAFT_AHEAD, platform.draft_ahead)
         if ahead not in ("on", "off"):
             raise Refusal(
                 f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {ahead!r} does not work.",

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "seam": {"errors"},
     "method": set(),
     "checkpoint": {"errors"},
-    "settings": {"errors"},
+    "settings": {"errors", "checkpoint"},
     "kernels": {"method"},
     "model": {"method", "kernels", "checkpoint"},
     "step": {"method", "kernels", "model"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +117,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
 
 def test_a_file_of_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--config reads flags from a file, those of this package among them."""
-    monkeypatch.setattr(options, "given_flags", [])
     monkeypatch.setenv(options.VERIFY_WIDTH, "full")  # the flag changes it
     file = tmp_path / "flags.yaml"
     file.write_text("max-total-tokens: 8192\nspeculative-dflash-verify-width: 4\n")
     made = prepare_server_args([*SERVED, "--config", str(file)])
     assert made.max_total_tokens == 8192
-    assert options.Options.read(made).verify_widths == (4,)
+    assert pickle.loads(pickle.dumps(made)).dflash.verify_widths == (4,)
+    assert prepare_server_args([*SERVED]).dflash.shown_width == "full"  # the variable's again

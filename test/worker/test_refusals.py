@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.engine import plugin
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.errors import Refusal
-from sglang_dflash.settings import options
 from test.adapters import write_adapter
 from test.arguments import arguments, launch, refused
 from test.certificates import write_certificate
@@ -165,19 +163,12 @@ def test_a_window_of_nothing(target: str, draft: str, window: int) -> None:
     ],
     ids=lambda given: given[0],
 )
-def test_flags_of_a_draft_without_the_algorithm(
-    target: str, draft: str, monkeypatch: pytest.MonkeyPatch, given: list[str]
-) -> None:
+def test_flags_of_a_draft_without_the_algorithm(target: str, draft: str, given: list[str]) -> None:
     """SGLang would serve the target alone, and say nothing. The next command line is a new one."""
-    monkeypatch.setattr(options, "given_flags", [])
-    monkeypatch.delenv(options.VERIFY_WIDTH, raising=False)
-    monkeypatch.setenv(options.DRAFT_AHEAD, "off")
     command = [draft if part == "DRAFT" else part for part in given]
     with pytest.raises(Refusal, match=f"without --speculative-algorithm, but {given[0]} is given"):
         from_command_line("--model-path", target, *command)
     assert from_command_line("--model-path", target).speculative_algorithm is None
-    assert options.VERIFY_WIDTH not in os.environ
-    assert os.environ[options.DRAFT_AHEAD] == "off"
 
 
 @pytest.mark.parametrize(("page", "needed"), [(1, 64), (256, 256)])

@@ -21,6 +21,13 @@ DFLASH_HOOKS = (
         always,
     ),
     Hook(
+        "server_args.ServerArgs.from_cli_args",
+        "AROUND",
+        "settings.options:with_flags",
+        "SGLang passes its own options on only",
+        always,
+    ),
+    Hook(
         "server_args.ServerArgs.__post_init__",
         "BEFORE",
         "engine.v0_5_13.server_args:adopt_speculators",

@@ -81,7 +81,7 @@ def check_first(server_args: ServerArgs) -> None:
 
 
 def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
-    given = list(dict.fromkeys(flag.name for flag in options.given_flags))
+    given = options.given_flags()
     if server_args.speculative_draft_model_path is not None:
         given.append("--speculative-draft-model-path")
     if server_args.speculative_dflash_block_size is not None:
@@ -120,7 +120,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     refusals.check_target(facts)
     refusals.check_draft(facts)
     server_args.speculative_draft_model_quantization = draft.quantization_method
-    chosen = Options.read(server_args)  # refuses before any process starts
+    server_args.dflash = chosen = Options.read(server_args)  # or refuse; processes get it by pickle
     if server_args.max_total_tokens is not None:
         page_size = server_args.page_size or 1
         tokens = server_args.max_total_tokens
