@@ -20,6 +20,7 @@ SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 # All rules, for docs/limits.md.
 FLAGS: tuple[Rule[Any], ...] = (
     *flag_rules.RULES,
+    *draft_rules.FIRST,
     *hybrid.STRATEGY_RULES,
     *host_cache.RULES,
     kv_dtype.FP4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -335,3 +336,11 @@ def test_unsupported_target_class(draft: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(Refusal, match="GPT2LMHeadModel"):
         arguments(str(tmp_path), draft)
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    """`python docs/site/refusals.py` writes its tables."""
+    generator = runpy.run_path(str(Path(__file__).parents[2] / "docs/site/refusals.py"))
+    text = generator["PAGE"].read_text()
+    assert generator["page"](text) == text
+    assert "| `--speculative-adaptive` | it adapts EAGLE's steps |" in text
