@@ -3,7 +3,7 @@
 `python -m test.try_flags` tries all, `python -m test.try_flags metrics http` some. Each server of
 the bundled pair answers one chat, one stream of each API and one request with a grammar, and its
 tokens are those of a server without these flags, or of plain SGLang with them if they change the
-answers. docs/flags.md has the results. "traces" and "fast tokens" need the packages of SGLang's
+answers. docs/flags.csv has the results. "traces" and "fast tokens" need the packages of SGLang's
 extras `tracing` and `fastokens`, and "numa" needs the command numactl.
 """
 

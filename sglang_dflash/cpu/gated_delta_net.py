@@ -8,6 +8,7 @@ o = S q.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_dflash.cpu.attention import TorchAttention, queries_of
-from sglang_dflash.kernels.replay_states import Chunk, convolved, gates, unit
+from sglang_dflash.kernels.replay_states import convolved, gates, unit
 
 CHUNK = 64  # tokens; the work of a chunk grows with their square
 
@@ -123,6 +124,59 @@ def _recurrence(
         read.append(chunk.read(queries))
         states = chunk.last()
     return torch.cat(read, dim=1), states
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """T tokens in front of which the states are known, in matrix products instead of a loop.
+
+    A state behind token t is S_t = D_t S_0 + sum of D_t / D_j c_j k_j^T for j <= t, with D_t the
+    product of the decays. The changes c_t = b_t (v_t - what S_t-1 holds at k_t) follow from a
+    triangular system (the chunkwise form of Yang et al. 2024).
+    """
+
+    states: Tensor  # [.., HV, V, K] float32
+    key: Tensor  # [.., HV, T, K]
+    changes: Tensor  # [.., HV, T, V]
+    log_decay: Tensor  # [.., HV, T] float64, log D_t, whose differences count
+
+    @classmethod
+    def of(
+        cls, states: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor
+    ) -> Chunk:
+        """states: [.., HV, V, K]; key: [.., T, HV, K]; value: [.., T, HV, V].
+
+        log_decay, strength: [.., T, HV]. All are float32.
+        """
+        key, value = key.transpose(-3, -2), value.transpose(-3, -2)
+        strength = strength.transpose(-2, -1)[..., None]
+        summed = log_decay.transpose(-2, -1).double().cumsum(-1)
+        known = (key @ states.transpose(-2, -1)) * summed.exp().float()[..., None]
+        system = (key @ key.transpose(-2, -1) * strength * _decays(summed)).tril(-1)
+        changes = torch.linalg.solve_triangular(
+            system, (value - known) * strength, upper=False, unitriangular=True
+        )
+        return cls(states, key, changes, summed)
+
+    def read(self, query: Tensor) -> Tensor:
+        """The value that each token reads. query: [.., T, HV, K]. Returns [.., T, HV, V]."""
+        query = query.transpose(-3, -2)
+        before = (query @ self.states.transpose(-2, -1)) * self.log_decay.exp().float()[..., None]
+        weights = (query @ self.key.transpose(-2, -1) * _decays(self.log_decay)).tril()
+        return (before + weights @ self.changes).transpose(-3, -2)
+
+    def last(self) -> Tensor:
+        """The states behind all tokens, [.., HV, V, K]."""
+        whole = self.log_decay[..., -1:]
+        left = (whole - self.log_decay).exp().float()[..., None]
+        before = self.states * whole.exp().float()[..., None]
+        return before + self.changes.transpose(-2, -1) @ (self.key * left)
+
+
+def _decays(log_decay: Tensor) -> Tensor:
+    """D_t / D_j at [.., t, j] for j <= t, and 1 elsewhere. log_decay: [.., T]."""
+    between = log_decay[..., :, None] - log_decay[..., None, :]
+    return between.clamp(max=0).exp().float()
 
 
 def _gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:

@@ -91,19 +91,17 @@ class Weights:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
-        self.conv, self.conv_at = _one_of([layer.conv for layer in layers])
-        self.a_log, self.a_log_at = _one_of([layer.a_log for layer in layers])
-        self.dt_bias, self.dt_bias_at = _one_of([layer.dt_bias for layer in layers])
+        self.conv_addresses = _addresses([layer.conv for layer in layers])
+        self.a_log_addresses = _addresses([layer.a_log for layer in layers])
+        self.dt_bias_addresses = _addresses([layer.dt_bias for layer in layers])
 
 
-def _one_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The first tensor, and how many elements behind its begin each one begins: [L] int64."""
+def _addresses(tensors: list[Tensor]) -> Tensor:
+    """The address of each tensor, [L] int64 on their device. All have one dtype."""
     first = tensors[0]
     assert all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
-    apart = [t.data_ptr() - first.data_ptr() for t in tensors]
-    assert not any(distance % first.itemsize for distance in apart)
-    offsets = torch.tensor([distance // first.itemsize for distance in apart])
-    return first, offsets.to(first.device)
+    addresses = [t.data_ptr() for t in tensors]
+    return torch.tensor(addresses, dtype=torch.int64, device=first.device)
 
 
 def replay_on(device: str) -> Callable[..., None]:
@@ -124,7 +122,7 @@ def launch_replay_states(
     slots: [B] integers, the slot of each request, in the order of the verify; taken: [B] int64, 1
     to N. One program per request, layer, value head and BV values.
     """
-    matrices, tokens = states.matrices, inputs.tokens
+    matrices, tokens, first = states.matrices, inputs.tokens, weights.layers[0]
     layers, _, heads, values, keys = matrices.shape
     values_of_program = min(32, triton.next_power_of_2(values))
     assert matrices.is_contiguous()
@@ -140,17 +138,17 @@ def launch_replay_states(
         taken,
         None if copies is None else copies.slots,
         None if copies is None else copies.after,
-        weights.conv,
-        weights.conv_at,
-        weights.a_log,
-        weights.a_log_at,
-        weights.dt_bias,
-        weights.dt_bias_at,
+        first.conv,
+        weights.conv_addresses,
+        first.a_log,
+        weights.a_log_addresses,
+        first.dt_bias,
+        weights.dt_bias_addresses,
         matrices.shape[1],
         *inputs.a.shape[1:3],
         tokens.shape[3],
-        WIDTH=weights.conv.shape[1],
-        H=weights.layers[0].key_heads,
+        WIDTH=first.conv.shape[1],
+        H=first.key_heads,
         HV=heads,
         K=keys,
         V=values,
@@ -169,7 +167,7 @@ def replay_states_in_torch(
     taken: Tensor,
     copies: Copies | None,
 ) -> None:
-    """The twin of `launch_replay_states`."""
+    """The reference of `launch_replay_states`."""
     heads, values, keys = states.matrices.shape[2:]
     requests, longest = len(slots), int(taken.max())
     window = states.windows.shape[3]
@@ -191,31 +189,31 @@ def replay_states_in_torch(
         a_log[:, None, None],
         dt_bias[:, None, None],
     )
-    before, places = states.matrices[:, slots.long()].float(), torch.arange(requests)
+    rows, matrices = torch.arange(requests), states.matrices[:, slots.long()].float()
 
-    def advance(count: Tensor, slots: Tensor, places: Tensor) -> None:
-        """Store the states of some places behind so many tokens. count, slots, places: [P]."""
-        absent = torch.arange(longest, device=count.device) >= count[:, None]  # [P, T]
-        chunk = Chunk.of(
-            before[:, places],
-            key[:, places],
-            value[:, places],
-            log_decay[:, places].masked_fill(absent[:, :, None], 0),
-            strength[:, places].masked_fill(absent[:, :, None], 0),
-        )
-        states.matrices[:, slots] = chunk.last().to(states.matrices.dtype)
-        states.windows[:, slots] = _windows(tokens, places, count, window)
+    def store(slots: Tensor, rows: Tensor, count: Tensor) -> None:
+        """Store the states of some requests, which have run through `count` of their tokens."""
+        states.matrices[:, slots.long()] = matrices[:, rows].to(states.matrices.dtype)
+        states.windows[:, slots.long()] = _windows(tokens, rows, count, window)
 
-    if copies is not None:
-        [due] = copies.after.nonzero(as_tuple=True)
-        advance(copies.after[due], copies.slots[due].long(), due)
-    advance(taken, slots.long(), places)
+    for t in range(longest):
+        decay = log_decay[:, :, t, :, None, None].exp()  # [L, B, HV, 1, 1]
+        k = key[:, :, t, :, None]  # [L, B, HV, 1, K]
+        decayed = matrices * decay
+        held = (decayed * k).sum(-1)  # [L, B, HV, V]
+        change = (value[:, :, t] - held) * strength[:, :, t, :, None]
+        is_taken = (t < taken)[:, None, None, None]
+        matrices = torch.where(is_taken, decayed + change[..., None] * k, matrices)
+        if copies is not None:
+            [due] = (copies.after == t + 1).nonzero(as_tuple=True)
+            store(copies.slots[due], due, copies.after[due])
+    store(slots, rows, taken)
 
 
-def _windows(tokens: Tensor, places: Tensor, after: Tensor, window: int) -> Tensor:
-    """The windows of places behind so many of their tokens, [L, B, C, W - 1]. after: [B]."""
+def _windows(tokens: Tensor, rows: Tensor, after: Tensor, window: int) -> Tensor:
+    """The windows of requests after so many of their tokens, [L, B, C, W - 1]. after: [B]."""
     last = after[:, None] + torch.arange(window, device=after.device)
-    return tokens[:, places[:, None], last].transpose(2, 3)
+    return tokens[:, rows[:, None], last].transpose(2, 3)
 
 
 def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -244,59 +242,6 @@ def unit(x: Tensor) -> Tensor:
     """Vectors of length 1, float32."""
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """T tokens in front of which the states are known, in matrix products instead of a loop.
-
-    A state behind token t is S_t = D_t S_0 + sum of D_t / D_j c_j k_j^T for j <= t, with D_t the
-    product of the decays. The changes c_t = b_t (v_t - what S_t-1 holds at k_t) follow from a
-    triangular system (the chunkwise form of Yang et al. 2024).
-    """
-
-    states: Tensor  # [.., HV, V, K] float32
-    key: Tensor  # [.., HV, T, K]
-    changes: Tensor  # [.., HV, T, V]
-    log_decay: Tensor  # [.., HV, T] float64, log D_t, whose differences count
-
-    @classmethod
-    def of(
-        cls, states: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor
-    ) -> Chunk:
-        """states: [.., HV, V, K]; key: [.., T, HV, K]; value: [.., T, HV, V].
-
-        log_decay, strength: [.., T, HV]. All are float32.
-        """
-        key, value = key.transpose(-3, -2), value.transpose(-3, -2)
-        strength = strength.transpose(-2, -1)[..., None]
-        summed = log_decay.transpose(-2, -1).double().cumsum(-1)
-        known = (key @ states.transpose(-2, -1)) * summed.exp().float()[..., None]
-        system = (key @ key.transpose(-2, -1) * strength * _decays(summed)).tril(-1)
-        changes = torch.linalg.solve_triangular(
-            system, (value - known) * strength, upper=False, unitriangular=True
-        )
-        return cls(states, key, changes, summed)
-
-    def read(self, query: Tensor) -> Tensor:
-        """The value that each token reads. query: [.., T, HV, K]. Returns [.., T, HV, V]."""
-        query = query.transpose(-3, -2)
-        before = (query @ self.states.transpose(-2, -1)) * self.log_decay.exp().float()[..., None]
-        weights = (query @ self.key.transpose(-2, -1) * _decays(self.log_decay)).tril()
-        return (before + weights @ self.changes).transpose(-3, -2)
-
-    def last(self) -> Tensor:
-        """The states behind all tokens, [.., HV, V, K]."""
-        whole = self.log_decay[..., -1:]
-        left = (whole - self.log_decay).exp().float()[..., None]
-        before = self.states * whole.exp().float()[..., None]
-        return before + self.changes.transpose(-2, -1) @ (self.key * left)
-
-
-def _decays(log_decay: Tensor) -> Tensor:
-    """D_t / D_j at [.., t, j] for j <= t, and 1 elsewhere. log_decay: [.., T]."""
-    between = log_decay[..., :, None] - log_decay[..., None, :]
-    return between.clamp(max=0).exp().float()
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
@@ -334,12 +279,12 @@ def _replay(  # type: ignore[no-untyped-def]
     taken,  # [B] int64
     copy_slots,  # [B] or None
     copy_after,  # [B] int64 or None
-    conv,  # [C, W] of the first layer
-    conv_at,  # [L] int64
-    a_log,  # [HV] of the first layer
-    a_log_at,  # [L] int64
-    dt_bias,  # [HV] of the first layer
-    dt_bias_at,  # [L] int64
+    conv,  # [C, W] of the first layer, for its type
+    conv_addresses,  # [L] int64
+    a_log,  # [HV]
+    a_log_addresses,  # [L] int64
+    dt_bias,  # [HV]
+    dt_bias_addresses,  # [L] int64
     num_slots,
     places,
     positions,
@@ -360,9 +305,11 @@ def _replay(  # type: ignore[no-untyped-def]
     steps = tl.load(taken + request)
     tokens += place * (WIDTH - 1 + positions) * count
     gate = place * positions * HV + head
-    weight = conv + tl.load(conv_at + layer)
-    rate = -tl.exp(tl.load(a_log + tl.load(a_log_at + layer) + head).to(tl.float32))
-    bias = tl.load(dt_bias + tl.load(dt_bias_at + layer) + head).to(tl.float32)
+    weight = tl.load(conv_addresses + layer).to(conv.dtype)
+    a_log = tl.load(a_log_addresses + layer).to(a_log.dtype)
+    dt_bias = tl.load(dt_bias_addresses + layer).to(dt_bias.dtype)
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
 
     of_key, of_value = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     is_key, is_value = of_key < K, of_value < V
