@@ -31,7 +31,7 @@ class View:
 
     @classmethod
     def of(cls, layer: RadixAttention) -> View:
-        anchor_window = getattr(layer, "anchor_window", None)
+        anchor_window = getattr(layer, "dflash_anchor_window", None)
         window = layer.sliding_window_size
         sliding = window is not None and window > -1 and anchor_window is None
         return cls(

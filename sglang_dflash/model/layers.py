@@ -51,7 +51,7 @@ class DFlashAttention(nn.Module):
             attn_type=AttentionType.DECODER if view.causal else AttentionType.ENCODER_ONLY,
         )
         # SGLang's layer has no field for it: the tokens before the anchor that all positions see.
-        self.attn.anchor_window = view.window if view.anchored else None
+        self.attn.dflash_anchor_window = view.window if view.anchored else None
         self.q_size, self.kv_size = num_heads * dim, self.num_kv_heads * dim
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: ForwardBatch) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from sglang_dflash.seam.attached import ATTACHED
 
 PACKAGE = Path(__file__).parents[2] / "sglang_dflash"
 GUARD = PACKAGE.with_name("sglang_dflash_guard")
@@ -139,3 +142,17 @@ for room in {NEEDS_ONLY_TORCH}:
         importlib.import_module(module.name)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_hangs_on_objects_of_sglang_is_listed() -> None:
+    """Attributes of ours begin with `dflash`. SGLang has two such names of its own."""
+    named = set()
+    for file in [*PACKAGE.rglob("*.py"), *GUARD.rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = {ast.Attribute: "attr", ast.Constant: "value"}
+            name = getattr(node, names.get(type(node), ""), None)
+            if isinstance(name, str) and re.fullmatch(r"dflash(_\w+)?", name):
+                named.add(name)
+    sglangs = {"dflash_use_aux_hidden_state", "dflash_target_layer_ids"}
+    others = {"dflash_config", "dflash_cpu", "dflash_guard"}  # a section, and plugins
+    assert named - sglangs - others == ATTACHED.keys()

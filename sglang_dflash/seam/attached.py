@@ -1,0 +1,16 @@
+"""All that this package hangs on objects of SGLang: its attributes by name, and whose they are."""
+
+from __future__ import annotations
+
+ATTACHED = {
+    "dflash": "of `ServerArgs`: the options of this package, which processes get by pickle",
+    "dflash_path": "of the draft's Transformers config: the folder of its checkpoint",
+    "dflash_slots": "of the target's `ReqToTokenPool`: the slots that a step needs next",
+    "dflash_target": "of a `LogitsProcessor`: it is the target's",
+    "dflash_append_final": "of the target's `LogitsProcessor`: append the last layer's state",
+    "dflash_anchor_window": "of a draft's `RadixAttention`: tokens before the anchor that are seen",
+    "dflash_states": "of a `MambaPool`: views of its recurrent states",
+    "dflash_inputs": "of a `MambaPool`: what the last verify read",
+    "dflash_schedules": "of FlashAttention 3's tensor of KV lengths: the schedules of a forward",
+    "dflash_steps": "of the tokenizer's state of a request: its watched steps",
+}
