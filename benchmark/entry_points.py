@@ -1,4 +1,4 @@
-"""Makes both plugins findable on a GPU machine that has no installer.
+"""Makes the plugins findable on a GPU machine that has no installer.
 
 SGLang finds plugins by the entry points of installed distributions. PYTHONPATH alone is not enough.
 """
@@ -23,9 +23,9 @@ def write(site: Path) -> None:
         plugins = project["entry-points"][GROUP]
         if plugins.keys() <= installed:
             continue
-        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        name, version = project["name"], project.get("version", "0")  # ours is in its source
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        name, version = project["name"], project["version"]
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         lines = [f"{plugin} = {target}" for plugin, target in plugins.items()]
         (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))

@@ -206,13 +206,15 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
 
     Values that pydantic converts are written back, so `"max_new_tokens": 64.0` becomes 64.
     """
+    if not manager.is_generation:
+        return  # a server of embeddings, which this guard does not know
     if isinstance(obj, EmbeddingReqInput):
         raise Refusal(
             "This model does not appear to be an embedding model.",
             "Ask a server that was started with --is-embedding.",
         )
     for name in OWN:
-        if getattr(obj, name) is not None:
+        if getattr(obj, name, None) is not None:
             raise Refusal(
                 f"{name} is {shown(getattr(obj, name))}.", "Leave it out: the server fills it."
             )
@@ -288,7 +290,7 @@ def _read_fields(obj: Any, size: Size) -> None:
     if obj.session_params is not None:
         obj.session_params = Session.read_object(obj.session_params, "session_params")
     for name in Request.model_fields:
-        value = getattr(obj, name)
+        value = getattr(obj, name, None)  # another SGLang may lack it
         if value is None:
             continue
         if size.batched and name in FOR_EACH_PROMPT and _is_divided(name, value):

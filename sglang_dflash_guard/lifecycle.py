@@ -36,7 +36,7 @@ def add_prefixes(manager: Any, obj: Any) -> None:
     For `n` answers to a prompt, SGLang sends a request for the prompt alone before them. It gives
     back a use when this one ends, and has counted none. So the list gets an entry for it.
     """
-    if obj.parallel_sample_num > 1:
+    if getattr(obj, "parallel_sample_num", 1) > 1:  # one of an embedding has none
         obj.lora_path = obj.lora_path + obj.lora_path[: obj.batch_size]
 
 
@@ -82,7 +82,7 @@ async def _forget(manager: Any, obj: Any) -> None:
         # Another client's request may have this id.
         if state is None or not any(state.obj is request for request in own):
             continue
-        answers = obj.parallel_sample_num
+        answers = getattr(obj, "parallel_sample_num", 1)
         sent = bool(state.time_stats.api_server_dispatch_finish_time)
         if answers == 1 and sent:
             continue

@@ -97,9 +97,14 @@ def _compare(weights: Mapping[str, Any], layers: Mapping[str, Any], names: set[s
 
     layers: those of the target with adapters, by name. names: those that may have adapters.
     """
-    bases = {get_target_module_name(name, names): each.base_layer for name, each in layers.items()}
+    bases = {}
+    for name, layer in layers.items():
+        if hasattr(layer.base_layer, "input_size"):  # experts have sizes of their own
+            bases[get_target_module_name(name, names)] = layer.base_layer
     for name, weight in weights.items():
-        base = bases[get_target_module_name(name, names)]
+        base = bases.get(get_target_module_name(name, names))
+        if base is None:
+            continue
         outputs = base.output_size
         if hasattr(base, "num_kv_head_replicas"):  # counted once for each rank
             queries, *keys_and_values = base.output_sizes

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.seam.flags import serves_dflash
-from sglang_dflash.seam.hook import Hook, missing, register
+from sglang_dflash.seam.hook import Hook, always, missing, register
 from sglang_dflash.seam.http import prepare
 
 logger = logging.getLogger(__name__)
@@ -23,23 +23,36 @@ ALWAYS, WITH_DFLASH, NEVER = MODES = "always", "dflash", "never"
 
 def dflash_guard() -> None:
     """Protect servers from requests that SGLang cannot serve."""
-    register(HOOKS, "sglang_dflash_guard")
+    register([MODE, *HOOKS], "sglang_dflash_guard")
     prepare(guards, _begin)
 
 
 def guards(*args: Any, **kwargs: Any) -> bool:
     """Whether the guard protects the server of a call in SGLang: the gate of all its hooks."""
-    mode = os.environ.get(VARIABLE, WITH_DFLASH)
+    mode = _mode()
+    return mode == ALWAYS or (mode == WITH_DFLASH and serves_dflash(*args, **kwargs))
+
+
+def check_mode(*_: Any, **__: Any) -> None:
+    """BEFORE `ServerArgs.__post_init__`: refuse a wrong mode before anything is loaded."""
+    _mode()
+
+
+def _mode() -> str:
+    mode = os.environ.get(VARIABLE) or WITH_DFLASH
     if mode not in MODES:
         raise Refusal(f"{VARIABLE} is {mode}.", f"Set it to {', '.join(MODES)}, or unset it.")
-    return mode == ALWAYS or (mode == WITH_DFLASH and serves_dflash(*args, **kwargs))
+    return mode
 
 
 def _begin(app: Any) -> None:
     """Check HTTP bodies, and say which hooks SGLang has not applied."""
-    from sglang_dflash_guard.middleware import BodyChecks  # it needs SGLang's application
-
-    app.add_middleware(BodyChecks)
+    try:
+        from sglang_dflash_guard.middleware import BodyChecks  # it needs SGLang's application
+    except Exception as error:  # noqa: BLE001, SGLang has changed in whatever way
+        logger.warning("The guard cannot check HTTP bodies (%s).", error)
+    else:
+        app.add_middleware(BodyChecks)
     lacking = missing(hook.target for hook in HOOKS)
     for hook in HOOKS:
         if hook.target in lacking:
@@ -245,5 +258,12 @@ ROWS = (
         "lifecycle:release_once",
         "with the hook before, or if the request ran, SGLang gives a use of an adapter back twice",
     ),
+)
+MODE = Hook(
+    "server_args.ServerArgs.__post_init__",
+    "BEFORE",
+    "plugin:check_mode",
+    "a wrong mode would be noticed by the first request",
+    when=always,
 )
 HOOKS = [Hook(*row, when=guards, optional=True) for row in ROWS]

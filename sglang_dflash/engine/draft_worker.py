@@ -50,8 +50,6 @@ def make_draft_worker(
         )
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
-        # SGLang's call for draft workers. The arguments disable it on CUDA; on a CPU it captures.
-        worker.model_runner.init_piecewise_cuda_graphs(force_for_draft_worker=True)
     finally:
         set_global_server_args_for_scheduler(saved)
     return worker

@@ -29,7 +29,6 @@ class Platform:
     adapted_heads: bool  # LoRA adapters on the LM head
     host_cache: bool  # --enable-hierarchical-cache
     bounded_tables: bool  # page tables of attention end at the context length
-    profiler_activities: tuple[str, ...]  # of /start_profile
     pair_flags: tuple[str, ...]  # of a server of the bundled pair, beside those of every machine
     pair_threads: int | None  # of such a server; None: as many as torch takes
 
@@ -52,7 +51,6 @@ PLATFORMS = {
         adapted_heads=True,
         host_cache=True,
         bounded_tables=True,
-        profiler_activities=("CPU", "GPU", "MEM", "CUDA_PROFILER"),
         pair_flags=(),
         pair_threads=None,
     ),
@@ -72,7 +70,6 @@ PLATFORMS = {
         adapted_heads=False,
         host_cache=False,
         bounded_tables=False,
-        profiler_activities=("CPU", "GPU"),
         pair_flags=("--dtype", "float32"),  # is faster there, and exact
         pair_threads=1,  # such small forwards are fastest on one
     ),

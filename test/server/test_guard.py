@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash_guard import plugin
 from test.plugins import distribution
@@ -24,9 +23,13 @@ RENAMED = """
 pytestmark = pytest.mark.ci
 
 
-def test_without_speculation() -> None:
-    with running(dflash=False, environment={plugin.VARIABLE: "always"}) as server:
-        assert server.post(*WRONG).status_code == 400
+@pytest.mark.parametrize("mode", ["always", "dflash"])
+def test_without_speculation(mode: str) -> None:
+    """Other servers are left alone, unless they are to be protected, too."""
+    with running(dflash=False, environment={plugin.VARIABLE: mode}) as server:
+        assert server.post(*WRONG).status_code == (400 if mode == "always" else 500)
+        if mode == "dflash":
+            return
         wrong = {"text": "x", "sampling_params": {"max_new_tokens": [1]}}
         answer = server.post("/generate", wrong)
         assert answer.status_code == 400
@@ -57,7 +60,23 @@ def test_sglang_has_changed(reference: Client, tmp_path: Path) -> None:
     assert f"{lacking}.handle_chat)." in log
 
 
-def test_an_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.VARIABLE, "on")
-    with pytest.raises(Refusal, match="SGLANG_DFLASH_GUARD is on"):
-        plugin.guards()
+def test_embeddings() -> None:
+    """Of such a server it knows no requests, and lets them through."""
+    flags = "--is-embedding", "--disable-radix-cache"
+    with running(*flags, dflash=False, environment={plugin.VARIABLE: "always"}) as server:
+        answer = server.post("/v1/embeddings", {"model": "m", "input": PROMPT})
+        assert answer.json()["data"][0]["embedding"]
+
+
+def test_without_a_module_of_sglang(reference: Client, tmp_path: Path) -> None:
+    """DFLASH serves without the checks of HTTP bodies, and the log says so."""
+    code = """
+        def plugin():
+            import sys
+
+            sys.modules["sglang_dflash_guard.middleware"] = None
+    """
+    path = {"PYTHONPATH": str(distribution(tmp_path, "lacking", "1.0", code))}
+    with running(dflash=True, environment=path) as server:
+        assert server.generate(PROMPT)["output_ids"] == reference.generate(PROMPT)["output_ids"]
+        assert "The guard cannot check HTTP bodies" in server.server.log.read_text()
