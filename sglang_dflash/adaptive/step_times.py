@@ -17,7 +17,7 @@ from sglang_dflash.adaptive.throughput import Array, StepTimes, without_outliers
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.step.forward import forward_of
+from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.verify import Verifier
 
@@ -98,7 +98,7 @@ class StepTimer:
         rows, seq_lens, seq_lens_cpu = self._requests(batch)
         dummy = rows.new_zeros(batch, width)
         block = Block(dummy, block_positions(seq_lens, width), dummy)
-        forward = forward_of(block, rows, seq_lens, seq_lens_cpu)
+        forward = VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)
         output = self._verifier.dry_run(forward, width)
         slots = torch.ones_like(forward.out_cache_loc)  # any slot; no request uses it
         self._context_kv.write(output.hidden_states, forward.positions, slots)

@@ -40,6 +40,29 @@ class VerifyInput(SpecInput):
         """Tokens of each request, for attention that serves ragged blocks."""
         return self.block.lens
 
+    def forward_batch(
+        self, req_pool_indices: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> ForwardBatch:
+        """The forward of the block behind contexts of these lengths, [B] int64 each.
+
+        seq_lens_cpu may exceed the true lengths, because backends size buffers by it. FlashInfer
+        plans by it and needs the true ones.
+        """
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(self.block.slots),
+            input_ids=self.draft_token,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=sum(seq_lens_cpu.tolist()),
+            out_cache_loc=self.out_cache_loc,
+            positions=self.positions,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self,
+            capture_hidden_mode=self.capture_hidden_mode,
+        )
+
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return self.draft_token_num, self.draft_token_num
 
@@ -72,32 +95,3 @@ class VerifyInput(SpecInput):
             req_to_token.stride(0),
         )
         return kv_indices, kv_indptr, qo_indptr, None
-
-
-def forward_of(
-    block: Block,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    seq_lens_cpu: Tensor,
-    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL,
-) -> ForwardBatch:
-    """The forward of a block behind contexts of these lengths, [B] int64 each.
-
-    seq_lens_cpu may exceed the true lengths, because backends size buffers by it. FlashInfer plans
-    by it and needs the true ones.
-    """
-    verify_input = VerifyInput(block, capture_hidden_mode)
-    return ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=len(block.slots),
-        input_ids=verify_input.draft_token,
-        req_pool_indices=req_pool_indices,
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens_cpu,
-        seq_lens_sum=sum(seq_lens_cpu.tolist()),
-        out_cache_loc=verify_input.out_cache_loc,
-        positions=verify_input.positions,
-        spec_algorithm=SpeculativeAlgorithm.DFLASH,
-        spec_info=verify_input,
-        capture_hidden_mode=capture_hidden_mode,
-    )

@@ -13,7 +13,7 @@ from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.lm_head import Predicted
 from sglang_dflash.step.clock import StepClock
-from sglang_dflash.step.forward import forward_of
+from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.step.window import DraftWindow
 
 
@@ -80,7 +80,8 @@ class Drafter:
         """Run the draft. Returns drafts, [B, N-1] int64, or [B, N-1, 2] with probabilities."""
         if self._window is not None:
             seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
-        forward = forward_of(masked, rows, seq_lens, seq_lens_cpu, CaptureHiddenMode.NULL)
+        verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)
+        forward = verify_input.forward_batch(rows, seq_lens, seq_lens_cpu)
         packed: Tensor = self._runner.forward(forward).logits_output.hidden_states
         requests, drafts = len(rows), self._block_size - 1
         return packed[: requests * drafts].view(requests, drafts, *packed.shape[1:])
@@ -90,5 +91,6 @@ class Drafter:
         dummy = rows.new_zeros(len(rows), self._draft_width)
         positions = block_positions(seq_lens, self._draft_width)
         masked = Block(dummy, positions, dummy)
-        forward = forward_of(masked, rows, seq_lens, seq_lens_cpu, CaptureHiddenMode.NULL)
+        verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)
+        forward = verify_input.forward_batch(rows, seq_lens, seq_lens_cpu)
         self._runner.forward(forward)

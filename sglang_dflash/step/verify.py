@@ -25,7 +25,7 @@ from sglang_dflash.method.acceptance import Accepted
 from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
-from sglang_dflash.step.forward import VerifyInput, forward_of
+from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.step.logit_rules import one_token_a_step
 from sglang_dflash.step.sample import TargetSampler
 
@@ -107,7 +107,7 @@ class Verifier:
         graphs = self._runner.graph_runner
         if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
             return  # these forwards have further inputs, which only SGLang's own batch has
-        forward = forward_of(block, rows, seq_lens, seq_lens_cpu)
+        forward = VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):
             return
         graphs.replay_prepare(forward)

@@ -27,7 +27,7 @@ from sglang_dflash.kernels.replay_states import (
 )
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.forward import forward_of
+from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.targets.recurrent_states import RecurrentStates
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
@@ -184,7 +184,7 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
         dummy = torch.zeros(requests, width, dtype=torch.int64, device=CUDA)
         lens = torch.full((requests,), 5)
         rows = torch.arange(1, 4, device=CUDA)
-        batch = forward_of(Block(dummy, dummy, dummy), rows, lens.cuda(), lens)
+        batch = VerifyInput(Block(dummy, dummy, dummy)).forward_batch(rows, lens.cuda(), lens)
         found = []
         replays = launch_replay_states, replay_states_in_torch
         backends = runner.attn_backend.linear_attn_backend, TorchGatedDeltaNet(runner)

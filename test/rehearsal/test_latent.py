@@ -140,7 +140,7 @@ MUTATIONS: list[tuple[str, Change]] = [
     ("fa3", ("backends.fa3:begin_forward", "backend.page_size,", "1,")),
     ("flashinfer", (PLAN, "(paged_kernel_lens + width)", "(paged_kernel_lens + 1)")),
     ("flashinfer", (PLAN, "(requests + 1) * width, width", "requests + 1, 1")),
-    ("triton", ("step.forward:forward_of", "=seq_lens,", "=seq_lens + 1,")),
+    ("triton", ("step.forward:VerifyInput.forward_batch", "=seq_lens,", "=seq_lens + 1,")),
 ]
 
 

@@ -32,7 +32,7 @@ TOKENS = [
     ("kernels.accept:launch_accept", "simulated,", "seq_lens * 0 + width - 1,"),
     ("kernels.accept:launch_accept", "max_len,", "max_len - 220,"),
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
-    ("step.forward:forward_of", "=seq_lens,", "=seq_lens + 1,"),
+    ("step.forward:VerifyInput.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
     ("step.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
