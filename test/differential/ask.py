@@ -71,8 +71,8 @@ def _logprob_items(logprobs: dict[str, Any] | None) -> list[Any]:
 def ask_alone(url: str, request: Request) -> Any:
     """The answer of a server that answers nothing else.
 
-    SGLang may draw for a request beside one that it has just answered (docs/limits.md, Defects of
-    SGLang). A question to its scheduler takes it past that one.
+    SGLang may sample for a request beside one that it has just answered (the defects in
+    docs/contributors/sglang.md). A question to its scheduler takes it past that one.
     """
     requests.get(f"{url}/server_info", timeout=600).raise_for_status()
     return ask(url, request)
@@ -81,8 +81,8 @@ def ask_alone(url: str, request: Request) -> Any:
 def expected_of(url: str, request: Request) -> Any:
     """The answer of a server without speculation.
 
-    SGLang's streamed chats lose logprobs (docs/limits.md, Defects of SGLang). So those are taken
-    from the same request without a stream.
+    SGLang's streamed chats lose logprobs (the defects in docs/contributors/sglang.md). So those
+    are taken from the same request without a stream.
     """
     answer = ask_alone(url, request)
     body = request.body

@@ -51,8 +51,8 @@ def draw(number: int, seed: int, adapters: tuple[str, ...] = ()) -> Request:
 def is_served_by_sglang(request: Request) -> bool:
     """Can a server without speculation answer this right, in company and as a stream?
 
-    docs/limits.md has the defects of SGLang that would end or change it. A seeded draw there
-    depends on whether another request of the batch has top_k or top_p.
+    docs/contributors/sglang.md has the defects of SGLang that would end or change it. There, a
+    token sampled with a seed depends on whether another request has top_k or top_p.
     """
     features = set(request.features)
     in_company = {"token_ids_logprob", "custom_logit_processor", "hidden_states", "seeded"}
