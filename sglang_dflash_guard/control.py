@@ -74,6 +74,17 @@ def is_health_check(original: Any, request: Any) -> bool:
     return isinstance(getattr(request, "rid", None), str) and bool(original(request))
 
 
+def drop_finished(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `Scheduler.flush_cache`: an answer is sent before its request leaves the batch.
+
+    A client that updates the weights then ends SGLang's scheduler, which asserts that the cache is
+    flushed.
+    """
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None and batch.reqs and all(req.finished() for req in batch.reqs):
+            batch.filter_batch()
+
+
 def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupationReqInput) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
     if updater.is_fully_idle():

@@ -159,6 +159,12 @@ ROWS = (
         "some requests that steer a server crash SGLang's scheduler",
     ),
     (
+        "managers.scheduler.Scheduler.flush_cache",
+        "BEFORE",
+        "control:drop_finished",
+        "new weights right after an answer crash SGLang's scheduler",
+    ),
+    (
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".release_memory_occupation",
         "AROUND",

@@ -139,7 +139,7 @@ RULES: tuple[Rule[DraftFacts], ...] = (
     ),
     Rule(
         "quantised drafts on a CPU",
-        lambda f: f.draft.quantization_method and not f.platform.quantised_weights,
+        lambda f: "" if f.platform.quantised_weights else f.draft.quantization_method,
         "The draft {f.draft.path} is quantised ({found}), which is not served {f.platform.place}.",
         "Use its unquantised checkpoint.",
     ),

@@ -52,3 +52,15 @@ def test_new_weights_from_tensors(
     before, after = answers(draft)
     assert before != after
     assert [before, after] == answers(None)
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_the_cache_is_flushed_right_after_an_answer(target: str, draft: str, tokens: int) -> None:
+    """Its request is still in the batch then, after a prefill or after a decode step."""
+    with InProcess(target, draft) as engine:
+        req = engine.add(prompt(83, 20), max_new_tokens=tokens, ignore_eos=True)
+        while not req.finished():
+            assert not engine.scheduler.flush_cache()
+            engine.step()
+        assert engine.scheduler.flush_cache()
+        assert engine.generate(prompt(83, 20), max_new_tokens=12)

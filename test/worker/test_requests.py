@@ -18,6 +18,7 @@ from sglang_dflash_guard.body import check_request
 from sglang_dflash_guard.middleware import DEEPEST, HALF, deeper, refuse_unwritable
 
 MANAGER = SimpleNamespace(
+    is_generation=True,
     server_args=SimpleNamespace(
         speculative_algorithm="DFLASH",
         enable_metrics=True,
