@@ -99,12 +99,12 @@ def _compare(weights: Mapping[str, Any], layers: Mapping[str, Any], names: set[s
     """
     bases = {}
     for name, layer in layers.items():
-        if hasattr(layer.base_layer, "input_size"):  # experts have sizes of their own
+        if hasattr(layer.base_layer, "input_size"):  # experts have none
             bases[get_target_module_name(name, names)] = layer.base_layer
     for name, weight in weights.items():
-        base = bases.get(get_target_module_name(name, names))
-        if base is None:
+        if ".experts." in name:
             continue
+        base = bases[get_target_module_name(name, names)]
         outputs = base.output_size
         if hasattr(base, "num_kv_head_replicas"):  # counted once for each rank
             queries, *keys_and_values = base.output_sizes

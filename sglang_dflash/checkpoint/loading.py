@@ -37,7 +37,7 @@ def load(
     `weight_loader` of its own. Raises `Refusal` for missing or unexpected tensors, and for a
     vocabulary map or a mask embedding that does not fit.
 
-    The values are not checked here: `compatibility.check_draft` has scanned the files for NaN
+    The values are not checked here: `refusals.check_draft` has scanned the files for NaN
     before any process started.
     """
     places: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ class AcceptanceHistogram(list[int]):
     """SGLang's histogram of a request, and the drafts that were verified for it.
 
     Entry n counts the steps that accepted n drafts. It travels from the scheduler to the tokenizer
-    process, where `reports` reads it. SGLang itself assumes that blocks are verified whole.
+    process, where `report.hooks` reads it. SGLang itself assumes that blocks are verified whole.
     """
 
     num_verified = 0

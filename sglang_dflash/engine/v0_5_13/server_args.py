@@ -146,7 +146,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
 def _bound_requests(server_args: ServerArgs) -> None:
     """Set the number of running requests.
 
-    For a hybrid target, `hybrid_targets.bound_states` may lower the default, but not a given one.
+    For a hybrid target, `targets.hybrid.bound_states` may lower the default, but not a given one.
     """
     given = server_args.max_running_requests
     if given is None:
