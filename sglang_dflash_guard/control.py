@@ -6,11 +6,13 @@ its state. They add a refusal to SGLang's answer, and `check_control` raises it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.configs.load_config import LoadFormat
@@ -41,6 +43,7 @@ from sglang_dflash_guard.values import UNSET, Fields, Int32, Number
 
 LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
 ACTIVITIES = "CPU", "GPU", "MEM", "CUDA_PROFILER"  # of a profile; a CPU has the first two
+CALLS: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()  # held during a call
 WRITABLE_FOLDER = "Name a folder that the server can write."
 
 
@@ -53,11 +56,19 @@ class State(Fields):
 
 
 async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
-    """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says."""
+    """AROUND `FanOutCommunicator.__call__`: refuse before the scheduler sees it, or as it says.
+
+    One call at a time: SGLang wakes the next one that waits, and asserts that no other has come
+    between. Callers that watch share one answer, and never wait for each other.
+    """
     check = CONTROL_CHECKS.get(type(obj))
     if check is not None:
         check(obj)
-    results = await original(communicator, obj)
+    if communicator._mode == "watching":
+        results = await original(communicator, obj)
+    else:
+        async with CALLS.setdefault(communicator, asyncio.Lock()):
+            results = await original(communicator, obj)
     for result in results:
         if hasattr(result, "refused"):
             raise Refusal(*result.refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from inspect import signature
 from types import SimpleNamespace
@@ -9,12 +10,14 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash_guard import body
 from sglang_dflash_guard.body import check_request
+from sglang_dflash_guard.control import check_control
 from sglang_dflash_guard.middleware import DEEPEST, HALF, deeper, refuse_unwritable
 
 MANAGER = SimpleNamespace(
@@ -107,3 +110,43 @@ def test_half_of_a_surrogate_pair_is_found(text: str) -> None:
 def test_whole_pairs_are_served(text: str) -> None:
     refuse_unwritable([text])
     assert text == "\\ud800" or not HALF.search(json.dumps(text).encode())
+
+
+class Answering:
+    """A scheduler's end of a communicator: it answers each message at the next turn of the loop."""
+
+    def __init__(self) -> None:
+        self.communicator: Any = None
+
+    def send_pyobj(self, sent: Any) -> None:
+        asyncio.get_running_loop().call_soon(self.communicator.handle_recv, sent)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("mode", ["queueing", "watching"])
+def test_a_call_right_after_its_answer(mode: str, guarded: bool) -> None:
+    """SGLang has then woken another caller, who asserts that no call has come between."""
+
+    async def call_twice(communicator: Any, name: str) -> list[Any]:
+        call = getattr(FanOutCommunicator, f"{mode}_call")
+        answers: list[Any] = []
+        for sent in (f"{name}1", f"{name}2"):
+            if guarded:
+                answers += await check_control(call, communicator, sent)
+            else:
+                answers += await call(communicator, sent)
+        return answers
+
+    async def together() -> list[Any]:
+        sender = Answering()
+        sender.communicator = communicator = FanOutCommunicator(sender, 1, mode)
+        calls = (call_twice(communicator, name) for name in "ab")
+        return await asyncio.wait_for(asyncio.gather(*calls), 60)
+
+    if mode == "watching":
+        assert asyncio.run(together())[0] == ["a1", "a2"]
+    elif guarded:
+        assert asyncio.run(together()) == [["a1", "a2"], ["b1", "b2"]]
+    else:
+        with pytest.raises(AssertionError):
+            asyncio.run(together())
