@@ -13,8 +13,8 @@ from torch import Tensor
 from sglang_dflash.method.acceptance import Accepted, Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.clock import StepClock
-from sglang_dflash.step.logit_rules import penalties_of
-from sglang_dflash.step.logprobs import append_committed
+from sglang_dflash.logits.rules import penalties_of
+from sglang_dflash.logits.logprobs import append_committed
 from sglang_dflash.step.policies import Committed, CommittedStep, StepObserver, TargetStates
 from sglang_dflash.step.verify import Verified
 

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import Tensor
 
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.step.logprobs import attach_after_prefill
+from sglang_dflash.logits.logprobs import attach_after_prefill
 from sglang_dflash.step.sample import TargetSampler
 from sglang_dflash.step.state import HostCopy
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.block import Block
-from sglang_dflash.step.logit_rules import (
+from sglang_dflash.logits.rules import (
     has_rules,
     mask_by_grammar,
     penalties_of,

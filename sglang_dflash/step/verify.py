@@ -26,7 +26,7 @@ from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.forward import VerifyInput
-from sglang_dflash.step.logit_rules import one_token_a_step
+from sglang_dflash.logits.rules import one_token_a_step
 from sglang_dflash.step.sample import TargetSampler
 
 logger = logging.getLogger(__name__)

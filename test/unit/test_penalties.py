@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.method.penalties import MinLength, Penalties, Penalty
+from sglang_dflash.logits.penalties import MinLength, Penalties, Penalty
 
 VOCAB = 7
 

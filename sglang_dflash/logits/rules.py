@@ -22,7 +22,7 @@ from sglang.srt.sampling.penaltylib import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from sglang_dflash.method.penalties import MinLength, Penalties, Penalty
+from sglang_dflash.logits.penalties import MinLength, Penalties, Penalty
 
 
 def has_rules(batch: ScheduleBatch) -> bool:

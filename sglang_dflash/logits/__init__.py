@@ -1,0 +1,1 @@
+"""What requests ask of the target's logits: penalties, grammars, processors, log probabilities."""
