@@ -15,6 +15,8 @@ from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
 from sglang_dflash.engine.draft_worker import make_draft_worker
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.logits.logprobs import SGLangLogprobs
+from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.report.worker import Report
 from sglang_dflash.settings.options import Options
@@ -74,9 +76,11 @@ def build_worker(
     draft = draft_worker.model_runner
     drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
     context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels)
-    sampler = TargetSampler(target.sampler, kernels)
+    rules = RequestedRules()
+    logprobs = SGLangLogprobs(target.sampler)
+    sampler = TargetSampler(target.sampler, rules, kernels)
     graphs = VerifyGraphs(target, options.verify_widths, platform.unequal_widths)
-    verifier = Verifier(target_worker, sampler, graphs, kernels, clock)
+    verifier = Verifier(target_worker, sampler, rules, graphs, kernels, clock)
     verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
     next_draft: NextDraft = DraftLater()
     if options.draft_ahead:
@@ -99,11 +103,11 @@ def build_worker(
         slots=slots,
         drafter=drafter,
         context_kv=context_kv,
-        prefill=Prefill(target_worker, sampler, context_kv),
+        prefill=Prefill(target_worker, sampler, logprobs, context_kv),
         verifier=verifier,
         verify_width=verify_width,
         next_draft=next_draft,
-        committer=Committer(states_of(target), report.observers, clock),
+        committer=Committer(states_of(target), rules, logprobs, report.observers, clock),
         graphs=graphs,
         report=report,
     )

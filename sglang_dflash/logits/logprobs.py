@@ -24,43 +24,41 @@ def log_probabilities(logits: Tensor, temperatures: Tensor, greedy: Tensor) -> T
     return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
-def attach_after_prefill(
-    sampler: Sampler, batch: ScheduleBatch, output: LogitsProcessorOutput, ids: Tensor
-) -> None:
-    """Set the first token's log probabilities on the output. ids: [B] int64."""
-    info = batch.sampling_info
-    logprobs = log_probabilities(output.next_token_logits, info.temperatures, info.top_ks <= 1)
-    sampler._attach_logprobs_to_output(
-        output, logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, info, ids
-    )
+class SGLangLogprobs:
+    """Log probabilities in the fields of SGLang's requests, which its reports read."""
 
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
 
-def append_committed(
-    batch: ScheduleBatch, logits: Sequence[Tensor], tokens: list[list[int]]
-) -> None:
-    """Append the log probabilities of each request's committed tokens.
+    def after_prefill(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, ids: Tensor
+    ) -> None:
+        info = batch.sampling_info
+        logprobs = log_probabilities(output.next_token_logits, info.temperatures, info.top_ks <= 1)
+        self._sampler._attach_logprobs_to_output(
+            output, logprobs, batch.top_logprobs_nums, batch.token_ids_logprobs, info, ids
+        )
 
-    logits: [w, V] per request, with the logit rules applied; tokens: those that each request
-    took, from position 0 on.
-    """
-    wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
-    taken = torch.cat([logits[i][: len(tokens[i])] for i in wanted])  # [T, V]
-    info, device = batch.sampling_info, taken.device
-    whose = torch.tensor([i for i in wanted for _ in tokens[i]], device=device)  # [T]
-    ids = torch.tensor([token for i in wanted for token in tokens[i]], device=device)  # [T]
-    logprobs = log_probabilities(taken, info.temperatures[whose], info.top_ks[whose] <= 1)
-    values = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
-    top_values, top_ids = _top(
-        logprobs, max(batch.reqs[i].logprob.top_logprobs_num for i in wanted)
-    )
-    end = 0
-    for i in wanted:
-        start, end = end, end + len(tokens[i])
-        req = batch.reqs[i]
-        req.logprob.output_token_logprobs_val.extend(values[start:end])
-        req.logprob.output_token_logprobs_idx.extend(tokens[i])
-        _append_top(req, top_values[start:end], top_ids[start:end])
-        _append_named(req, logprobs[start:end])
+    def after_verify(
+        self, batch: ScheduleBatch, logits: Sequence[Tensor], tokens: list[list[int]]
+    ) -> None:
+        wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
+        kept = torch.cat([logits[i][: len(tokens[i])] for i in wanted])  # [T, V]
+        info, device = batch.sampling_info, kept.device
+        whose = torch.tensor([i for i in wanted for _ in tokens[i]], device=device)  # [T]
+        ids = torch.tensor([token for i in wanted for token in tokens[i]], device=device)  # [T]
+        logprobs = log_probabilities(kept, info.temperatures[whose], info.top_ks[whose] <= 1)
+        values = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
+        most = max(batch.reqs[i].logprob.top_logprobs_num for i in wanted)
+        top_values, top_ids = _top(logprobs, most)
+        end = 0
+        for i in wanted:
+            start, end = end, end + len(tokens[i])
+            req = batch.reqs[i]
+            req.logprob.output_token_logprobs_val.extend(values[start:end])
+            req.logprob.output_token_logprobs_idx.extend(tokens[i])
+            _append_top(req, top_values[start:end], top_ids[start:end])
+            _append_named(req, logprobs[start:end])
 
 
 def _top(logprobs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:

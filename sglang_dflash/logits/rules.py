@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from http import HTTPStatus
 from typing import Any
 
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
-from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -19,30 +13,61 @@ from sglang.srt.sampling.penaltylib import (
     BatchedPresencePenalizer,
     BatchedRepetitionPenalizer,
 )
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from sglang_dflash.logits.grammar import follows_drafts, has_mask, mask_by_grammar
 from sglang_dflash.logits.penalties import MinLength, Penalties, Penalty
+from sglang_dflash.logits.processors import run_custom_processors
+from sglang_dflash.method.block import Block
 
 
-def has_rules(batch: ScheduleBatch) -> bool:
-    """Whether any request of a batch changes the target's logits."""
-    info = batch.sampling_info
-    return bool(
-        info.penalizer_orchestrator.is_required
-        or (batch.has_grammar and any(has_mask(req) for req in batch.reqs))
-        or info.has_custom_logit_processor
-        or info.logit_bias is not None
-    )
+class RequestedRules:
+    """The rules that the requests of a batch ask for, by SGLang's own objects."""
 
+    def in_use(self, batch: ScheduleBatch) -> bool:
+        info = batch.sampling_info
+        return bool(
+            info.penalizer_orchestrator.is_required
+            or (batch.has_grammar and any(has_mask(req) for req in batch.reqs))
+            or info.has_custom_logit_processor
+            or info.logit_bias is not None
+        )
 
-def wrong_processor(text: str) -> str | None:
-    """Why a custom logit processor cannot be made of its text, or None."""
-    try:
-        made = CustomLogitProcessor.from_str(text)
-    except Exception as error:  # noqa: BLE001 - user code must not end the scheduler
-        return f"custom_logit_processor cannot be read. {type(error).__name__}: {error}"
-    return None if callable(made) else "custom_logit_processor is no function."
+    def apply(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
+        info = batch.sampling_info
+        tokens = None if block is None else block.token_ids
+        spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
+        if info.penalizer_orchestrator.is_required:
+            penalties = penalties_of(info.penalizer_orchestrator)
+            if block is None:
+                recount(penalties, batch.reqs, batch.device)
+            penalties.apply(spread, tokens)
+        if batch.has_grammar:
+            mask_by_grammar(spread.flatten(0, 1), batch, tokens)
+        if info.logit_bias is not None:
+            spread.add_(info.logit_bias[:, None])
+        if info.has_custom_logit_processor:
+            run_custom_processors(spread[:, 0], info, batch.reqs)
+        if block is not None and block.ragged is not None:
+            logits.copy_(block.flatten(spread))  # `unflatten` made a copy
+
+    def one_token_a_step(self, batch: ScheduleBatch) -> list[bool]:
+        """Custom logit processors are user code that reads the request, so they run only on the
+        anchor's logits. Grammars that cannot follow drafts mask only the anchor's logits.
+        """
+        custom = batch.sampling_info.has_custom_logit_processor
+        alone: list[bool] = []
+        if not custom and not batch.has_grammar:
+            return alone
+        for req in batch.reqs:
+            has_processor = custom and req.custom_logit_processor is not None
+            alone.append(has_processor or not follows_drafts(req))
+        return alone
+
+    def count(self, batch: ScheduleBatch, tokens: Tensor, num_committed: Tensor) -> None:
+        orchestrator = batch.sampling_info.penalizer_orchestrator
+        if orchestrator.is_required:
+            penalties_of(orchestrator).advance(tokens, num_committed)
 
 
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
@@ -78,175 +103,3 @@ def recount(penalties: Penalties, reqs: list[Req], device: str) -> None:
     if longest := max(map(len, outputs)):
         tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in outputs], device=device)
         penalties.advance(tokens, torch.tensor([len(ids) for ids in outputs], device=device))
-
-
-def one_token_a_step(batch: ScheduleBatch) -> list[bool]:
-    """Which requests commit one token per step, because a rule of theirs cannot see drafts.
-
-    [B], or empty if there is no such rule.
-
-    Custom logit processors are user code that reads the request, so they run only on the anchor's
-    logits. Grammars that cannot follow drafts mask only the anchor's logits.
-    """
-    custom = batch.sampling_info.has_custom_logit_processor
-    alone: list[bool] = []
-    if not custom and not batch.has_grammar:
-        return alone
-    for req in batch.reqs:
-        has_processor = custom and req.custom_logit_processor is not None
-        alone.append(has_processor or not follows_drafts(req))
-    return alone
-
-
-def follows_drafts(req: Req) -> bool:
-    """Whether a request's grammar, if it has one, can go along drafts and back again.
-
-    Grammars of SGLang's backends xgrammar and llguidance can. Those of outlines and of backends
-    that users register have masks of their own, and need no way back.
-    """
-    if req.grammar is None:
-        return True
-    grammar = _without_thought(req.grammar)
-    if grammar is None:
-        return req.grammar.token_filter_fn in (None, XGrammarGrammarBackend.set_token_filter)
-    if _is_llguidance(grammar):
-        return not req.sampling_params.ignore_eos  # it cannot go back over several end tokens
-    return type(grammar) is XGrammarGrammar
-
-
-def _without_thought(grammar: BaseGrammarObject) -> BaseGrammarObject | None:
-    """The grammar of the answer behind a thought. None if there is only a filter of the thought."""
-    return grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
-
-
-def _is_llguidance(grammar: BaseGrammarObject | None) -> bool:
-    """The module imports torch's compiler. Until it is loaded, there are no such grammars."""
-    module = sys.modules.get("sglang.srt.constrained.llguidance_backend")
-    return module is not None and type(grammar) is module.GuidanceGrammar
-
-
-def has_mask(req: Req) -> bool:
-    """Whether a request's grammar may forbid tokens now or later.
-
-    With `--enable-strict-thinking` every request has a grammar. Without a rule of its own, it
-    filters the tokens of a thought, and does nothing behind it.
-    """
-    grammar = req.grammar
-    if grammar is None or grammar.finished:
-        return False
-    if _without_thought(grammar) is None:
-        return bool(grammar.tokens_after_end < 0)
-    return True
-
-
-def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
-    """Ban in place the tokens that each request's grammar forbids after its output and drafts.
-
-    logits: [B * w, V]; block: [B, w] int64 on device, None in prefill (w = 1). A draft that the
-    grammar forbids ends the walk: the target cannot draw it, so nothing behind it is accepted.
-    Requests share a mask if one function applies it. No mask has rows of a request without a
-    grammar: llguidance also bans the ids behind its tokenizer's in every row.
-    """
-    alike: dict[Any, list[int]] = {}
-    for i, req in enumerate(batch.reqs):
-        if has_mask(req):
-            apply = req.grammar.apply_vocab_mask
-            alike.setdefault(getattr(apply, "__func__", apply), []).append(i)
-    if not alike:
-        return
-    tokens = [[0]] * len(batch.reqs) if block is None else block.tolist()
-    for members in alike.values():
-        drafts = {}
-        for i in members:
-            drafts[i] = tokens[i] if follows_drafts(batch.reqs[i]) else tokens[i][:1]
-        _mask_alike(logits, batch, drafts, len(tokens[0]))
-
-
-def _mask_alike(
-    logits: Tensor, batch: ScheduleBatch, drafts: dict[int, list[int]], width: int
-) -> None:
-    """Mask the logits of requests whose grammars have one kind of mask.
-
-    drafts: by the index of the request, the anchor and those drafts that its grammar can follow.
-    """
-    rows: list[int] = []
-    for i, tokens in drafts.items():
-        rows.extend(range(i * width, i * width + len(tokens)))
-    info = batch.sampling_info
-    first = batch.reqs[next(iter(drafts))].grammar
-    mask = first.allocate_vocab_mask(
-        vocab_size=info.vocab_size, batch_size=len(rows), device=info.device
-    )
-    if _is_llguidance(_without_thought(first)):
-        mask.fill_(-1)  # it is the mask of an earlier call
-    row = 0
-    for i, tokens in drafts.items():
-        _walk(batch.reqs[i].grammar, tokens, mask, row)
-        row += len(tokens)
-    every = len(rows) == len(logits)
-    index = slice(None) if every else torch.tensor(rows, device=logits.device)
-    # SGLang's kernel takes the width of a row for its stride, so the rows must be adjacent.
-    dense = logits.contiguous() if every else logits[index]
-    first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, info.device))
-    if dense is not logits:
-        logits[index] = dense
-
-
-def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int) -> None:
-    """Fill mask rows as long as the drafts are legal, then roll the grammar back."""
-    walked = 0
-    in_thought = False  # rows of a thought are alike, and SGLang takes long to make one
-    while not grammar.is_terminated():
-        was_in_thought = in_thought
-        in_thought = _is_in_thought(grammar)
-        if in_thought and was_in_thought:
-            mask[row + walked] = mask[row + walked - 1]
-        else:
-            grammar.fill_vocab_mask(mask, row + walked)
-        if walked + 1 == len(tokens):
-            break
-        token = tokens[walked + 1]
-        if not _allows(mask[row + walked], token):
-            break
-        grammar.accept_token(token)
-        walked += 1
-    if walked:
-        grammar.rollback(walked)
-
-
-def _is_in_thought(grammar: BaseGrammarObject) -> bool:
-    """Whether a request thinks and may go on thinking."""
-    if not isinstance(grammar, ReasonerGrammarObject):
-        return False
-    return bool(grammar._is_thinking() and grammar._can_think_more())
-
-
-def _allows(mask: Tensor, token: int) -> bool:
-    """mask: [n] int32, bit i of word w allows token 32 w + i. Ids behind it are forbidden."""
-    word = token // 32
-    return word < len(mask) and bool(int(mask[word]) >> token % 32 & 1)
-
-
-def run_custom_processors(logits: Tensor, info: SamplingBatchInfo, reqs: list[Req]) -> None:
-    """Let each request's own processor change its logits in place. logits: [B, V].
-
-    SGLang's own processors assert that all requests of a call have the same parameters, so each
-    request has its own call.
-    """
-    for processor, mask in info.custom_logit_processor.values():
-        for i in mask.nonzero().flatten().tolist():
-            error = _run(processor, logits[i], info.custom_params[i])
-            if error is not None:
-                reqs[i].to_finish = FINISH_ABORT(error, HTTPStatus.BAD_REQUEST)
-
-
-def _run(processor: Any, logits: Tensor, params: Any) -> str | None:
-    """Change the logits of one request, [V], in place. Returns the error that ends the request."""
-    try:
-        changed = processor(logits[None].clone(), [params])
-        if changed.shape != (1, *logits.shape):
-            raise ValueError(f"it returned logits of shape {tuple(changed.shape)}")
-        logits.copy_(changed[0])
-    except Exception as error:  # noqa: BLE001 - user code must not end the scheduler
-        return f"The custom logit processor failed: {error!r}"[:500]
-    return None

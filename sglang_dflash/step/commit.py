@@ -13,9 +13,14 @@ from torch import Tensor
 from sglang_dflash.method.acceptance import Accepted, Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.clock import StepClock
-from sglang_dflash.logits.rules import penalties_of
-from sglang_dflash.logits.logprobs import append_committed
-from sglang_dflash.step.policies import Committed, CommittedStep, StepObserver, TargetStates
+from sglang_dflash.step.policies import (
+    Committed,
+    CommittedStep,
+    Logprobs,
+    StepObserver,
+    TargetStates,
+)
+from sglang_dflash.step.sample import LogitRules
 from sglang_dflash.step.verify import Verified
 
 logger = logging.getLogger(__name__)
@@ -25,9 +30,16 @@ class Committer:
     """Ends a step on the host."""
 
     def __init__(
-        self, states: TargetStates, observers: list[StepObserver], clock: StepClock
+        self,
+        states: TargetStates,
+        rules: LogitRules,
+        logprobs: Logprobs,
+        observers: list[StepObserver],
+        clock: StepClock,
     ) -> None:
         self._states = states
+        self._rules = rules
+        self._logprobs = logprobs
         self._clock = clock
         self.observers = observers
 
@@ -45,10 +57,7 @@ class Committer:
         self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
         block, output = verified.block, verified.output
-        if batch.sampling_info.penalizer_orchestrator.is_required:
-            num_committed = verified.accepted.outcome.num_accepted + 1
-            penalties = penalties_of(batch.sampling_info.penalizer_orchestrator)
-            penalties.advance(block.token_ids, num_committed)
+        self._rules.count(batch, block.token_ids, verified.accepted.outcome.num_accepted + 1)
         widths = block.lens
         committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]
@@ -59,7 +68,7 @@ class Committer:
         for observer in self.observers:
             observer.observe(step)
         if batch.return_logprob:
-            append_committed(batch, output.next_token_logits.split(widths), tokens)
+            self._logprobs.after_verify(batch, output.next_token_logits.split(widths), tokens)
         if batch.return_hidden_states:
             _append_hidden_states(batch, output.hidden_states.split(widths), tokens)
         _advance(batch, verified.accepted, lens)

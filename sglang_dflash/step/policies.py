@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
@@ -46,6 +48,24 @@ class NextDraft(Protocol):
         self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
     ) -> Block | None:
         """copy: of `Accepted.packed`."""
+
+
+class Logprobs(Protocol):
+    """Reports log probabilities, for batches in which a request wants them."""
+
+    def after_prefill(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, ids: Tensor
+    ) -> None:
+        """Report those of the first tokens, ids: [B] int64."""
+
+    def after_verify(
+        self, batch: ScheduleBatch, logits: Sequence[Tensor], tokens: list[list[int]]
+    ) -> None:
+        """Report those of each request's committed tokens.
+
+        logits: [w, V] per request, with the logit rules applied; tokens: those that each request
+        took, from position 0 on.
+        """
 
 
 class TargetStates(Protocol):

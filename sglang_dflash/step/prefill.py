@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import Tensor
 
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.logits.logprobs import attach_after_prefill
+from sglang_dflash.step.policies import Logprobs
 from sglang_dflash.step.sample import TargetSampler
 from sglang_dflash.step.state import HostCopy
 
@@ -25,9 +25,16 @@ class Prefilled:
 
 class Prefill:
     def __init__(
-        self, target: TpModelWorker, sampler: TargetSampler, context_kv: ContextKV
+        self,
+        target: TpModelWorker,
+        sampler: TargetSampler,
+        logprobs: Logprobs,
+        context_kv: ContextKV,
     ) -> None:
-        self._target, self._sampler, self._context_kv = target, sampler, context_kv
+        self._target = target
+        self._sampler = sampler
+        self._logprobs = logprobs
+        self._context_kv = context_kv
         self._runner = target.model_runner
         graphs = self._runner.piecewise_cuda_graph_runner
         if graphs is not None and not target.server_args.enable_breakable_cuda_graph:
@@ -44,7 +51,7 @@ class Prefill:
         output = result.logits_output
         first = self._sampler(output.next_token_logits, batch, batch.seq_lens - 1, block=None)
         if batch.return_logprob:
-            attach_after_prefill(self._runner.sampler, batch, output, first)
+            self._logprobs.after_prefill(batch, output, first)
         copy = HostCopy(first)
         positions = forward_batch.positions.long()
         self._context_kv.write(output.hidden_states, positions, batch.out_cache_loc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -18,20 +19,34 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.block import Block
-from sglang_dflash.logits.rules import (
-    has_rules,
-    mask_by_grammar,
-    penalties_of,
-    recount,
-    run_custom_processors,
-)
+
+
+class LogitRules(Protocol):
+    """What requests ask of the target's logits, such as penalties and grammars."""
+
+    def in_use(self, batch: ScheduleBatch) -> bool:
+        """Whether any request of a batch changes the target's logits."""
+
+    def apply(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
+        """Change logits in place. logits: [T, V] float32; block: as `TargetSampler` takes it."""
+
+    def one_token_a_step(self, batch: ScheduleBatch) -> list[bool]:
+        """Which requests commit one token per step, because a rule of theirs cannot see drafts.
+
+        [B], or empty if there is no such rule.
+        """
+
+    def count(self, batch: ScheduleBatch, tokens: Tensor, num_committed: Tensor) -> None:
+        """Count committed tokens among the output. tokens: [B, w] int64; num_committed: [B]."""
 
 
 class TargetSampler:
     """Applies the requests' logit rules, then draws with SGLang's sampler."""
 
-    def __init__(self, sampler: Sampler, kernels: Kernels) -> None:
-        self._sampler, self._kernels = sampler, kernels
+    def __init__(self, sampler: Sampler, rules: LogitRules, kernels: Kernels) -> None:
+        self._sampler = sampler
+        self._rules = rules
+        self._kernels = kernels
         self._group = get_tp_group()
 
     def __call__(
@@ -43,7 +58,8 @@ class TargetSampler:
         inputs; block: the block of these positions, or None after a prefill, which has one position
         per request.
         """
-        self._apply_rules(logits, batch, block)
+        if self._rules.in_use(batch):
+            self._rules.apply(logits, batch, block)
         ids = self._draw(logits, batch, positions, block)
         # The logits of ranks differ by rounding. At a near-tie, their tokens must still be equal.
         shared: Tensor = self._group.broadcast(ids, src=0)
@@ -51,27 +67,7 @@ class TargetSampler:
 
     def is_argmax(self, batch: ScheduleBatch) -> bool:
         """Whether a batch needs only the largest logit of each position."""
-        return bool(batch.sampling_info.is_all_greedy) and not has_rules(batch)
-
-    def _apply_rules(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
-        if not has_rules(batch):
-            return
-        info, orchestrator = batch.sampling_info, batch.sampling_info.penalizer_orchestrator
-        tokens = None if block is None else block.token_ids
-        spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
-        if orchestrator.is_required:
-            penalties = penalties_of(orchestrator)
-            if block is None:
-                recount(penalties, batch.reqs, batch.device)
-            penalties.apply(spread, tokens)
-        if batch.has_grammar:
-            mask_by_grammar(spread.flatten(0, 1), batch, tokens)
-        if info.logit_bias is not None:
-            spread.add_(info.logit_bias[:, None])
-        if info.has_custom_logit_processor:
-            run_custom_processors(spread[:, 0], info, batch.reqs)
-        if block is not None and block.ragged is not None:
-            logits.copy_(block.flatten(spread))  # `unflatten` made a copy
+        return bool(batch.sampling_info.is_all_greedy) and not self._rules.in_use(batch)
 
     def _draw(
         self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None

@@ -26,8 +26,7 @@ from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.forward import VerifyInput
-from sglang_dflash.logits.rules import one_token_a_step
-from sglang_dflash.step.sample import TargetSampler
+from sglang_dflash.step.sample import LogitRules, TargetSampler
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class Verifier:
         self,
         target: TpModelWorker,
         sampler: TargetSampler,
+        rules: LogitRules,
         graphs: TargetGraphs,
         kernels: Kernels,
         clock: StepClock,
@@ -87,6 +87,7 @@ class Verifier:
         self._target = target
         self._runner = target.model_runner
         self._sampler = sampler
+        self._rules = rules
         self._graphs = graphs
         self._kernels = kernels
         self._clock = clock
@@ -181,7 +182,7 @@ class Verifier:
         tokens = block.token_ids
         if block.ragged is not None:
             tokens = block.unflatten(block.flatten(tokens), absent=-1)
-        alone = one_token_a_step(batch)
+        alone = self._rules.one_token_a_step(batch)
         if any(alone):
             requests = torch.tensor(alone, device=tokens.device)
             is_draft = torch.arange(block.width, device=tokens.device) > 0

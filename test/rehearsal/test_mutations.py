@@ -36,7 +36,7 @@ TOKENS = [
     ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
     ("step.sample:_by_position", "_expand(value, block)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
-    ("logits.rules:_mask_alike", "logits=dense", "logits=dense.clone()"),
+    ("logits.grammar:_mask_alike", "logits=dense", "logits=dense.clone()"),
     ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
     ("backends.fa3:begin_forward", "backend.page_size,", "1,"),
     ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"method"},
     "model": {"method", "kernels", "checkpoint"},
     "step": {"method", "kernels", "model"},
+    "logits": CORE,
     "adaptive": CORE | {"seam"},
     "backends": CORE | {"seam"},
     "targets": CORE | {"seam", "errors", "checkpoint", "settings"},

@@ -15,6 +15,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.acceptance import accept
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.sample import TargetSampler
@@ -82,7 +83,7 @@ def draw_many(
         reqs.append(types.SimpleNamespace(sampling_params=params, custom_logit_processor=None))
     batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    draw = TargetSampler(Sampler(), Kernels.on("cpu"))
+    draw = TargetSampler(Sampler(), RequestedRules(), Kernels.on("cpu"))
     torch.manual_seed(seed)
     zeros = torch.zeros(len(mix), width, dtype=torch.long)
     block = Block(zeros, zeros, zeros)

@@ -14,9 +14,9 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.served import draft_config, is_draft, load_draft
 from sglang_dflash.errors import Refusal
+from sglang_dflash.logits.processors import wrong_processor
 from sglang_dflash.model.target_parts import logits_processor
 from sglang_dflash.settings.platforms import platform_of
-from sglang_dflash.logits.rules import wrong_processor
 
 
 def validate_request(req: Any) -> str | None:
