@@ -17,6 +17,7 @@ import requests
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tools.launch import Server
 from test.adapters import write_adapter
+from test.forked import ForkedServer
 from test.plugins import distribution
 from training.families import assemble
 
@@ -179,7 +180,7 @@ def running(
     given = {**os.environ, **STRICT, **(environment or {})}
     with (
         TemporaryDirectory() as folder,
-        Server(
+        (ForkedServer if forks else Server)(
             [*arguments, *draft_of(family, folder)],
             with_forks(given, folder) if forks else given,
         ) as server,

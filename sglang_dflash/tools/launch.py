@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -51,7 +52,7 @@ def free_port() -> int:
     raise OSError(f"No free port between {PORTS.start} and {PORTS.stop}.")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: end when the parent is killed, because it cannot end the child then (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -104,15 +105,21 @@ class Server:
             listen += ["--nccl-port", str(free_port())]
         with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
-            self._process = subprocess.Popen(
-                [*command, *arguments, *listen],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+            given = {**os.environ, **(environment or {})}
+            self._process = self._begin([*command, *arguments, *listen], log.name, given)
         self._server = psutil.Process(self._process.pid)  # keeps its time of creation
+
+    def _begin(self, command: list[str], log: str, environment: dict[str, str]) -> Any:
+        """The process, in a session of its own."""
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
 
     def __enter__(self) -> Server:
         with contextlib.ExitStack() as failed:
@@ -161,12 +168,13 @@ class Server:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return int(self._process.pid)
 
     @property
     def status(self) -> int | None:
         """The exit status; None while the server runs."""
-        return self._process.poll()
+        status: int | None = self._process.poll()
+        return status
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,125 @@
+"""Servers that are forks of a process that has imported SGLang, which is most of their start.
+
+`python -m test.forked` is that process. For each line of its input, the JSON of arguments, a log
+and an environment, it forks a server and prints its process id. What users start imports SGLang
+itself: `test/server/test_start.py` does so, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import setproctitle
+
+from sglang_dflash.tools.launch import LAUNCH, Server, die_with_parent
+
+ROOT = Path(__file__).parents[1]
+# SGLang's processes import these. They load no plugin, which the server's own process does.
+PRELOADED = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+)
+
+
+class ForkedServer(Server):
+    """A server whose processes import nothing that SGLang always needs."""
+
+    def _begin(self, command: list[str], log: str, environment: dict[str, str]) -> Any:
+        assert tuple(command[: len(LAUNCH)]) == LAUNCH
+        parent = _parent()
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        request = {
+            "arguments": command[len(LAUNCH) :],
+            "log": log,
+            "environment": environment,
+        }
+        print(json.dumps(request), file=parent.stdin, flush=True)
+        return Forked(int(parent.stdout.readline()))
+
+
+class Forked:
+    """A process that this one has not started, as `subprocess.Popen` shows one of its own."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._process = psutil.Process(pid)
+
+    def poll(self) -> int | None:
+        return None if self._process.is_running() else 1
+
+    def kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+
+@cache
+def _parent() -> subprocess.Popen[str]:
+    """The parent of this process's servers. It ends with this process, and they end with it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "test.forked"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # further threads would not be in a fork
+    )
+
+
+def _fork_servers() -> None:
+    for module in PRELOADED:
+        importlib.import_module(module)
+    setproctitle.getproctitle()  # it finds its memory beside the first environment
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets children that have ended
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _serve(**json.loads(line))
+        print(pid, flush=True)
+
+
+def _serve(arguments: list[str], log: str, environment: dict[str, str]) -> NoReturn:
+    """Do what `python -m sglang.launch_server` does, in a process that is new for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    file = os.open(log, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = ["sglang.launch_server", *arguments]
+    code: Any = 0
+    try:
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001 - as Python does at the end of a program
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    _fork_servers()
