@@ -14,6 +14,8 @@ from test.checkpoints import write_draft
 from test.rehearsal.serving import Asked, N, add, engine, forced, small_draft, write_hybrid_pair
 from test.worker.conftest import facts, prompt
 
+pytestmark = pytest.mark.ci
+
 FEW = N | {"max_new_tokens": 10}
 ASKED = [("wide", 20), (None, 20), ("narrow", 3), ("head", 33)]
 
@@ -110,7 +112,6 @@ def test_blocks_of_several_segments(
     assert right(tmp_path, asked, **flags, lora_backend="csgmv") == (chunk == 16)
 
 
-@pytest.mark.ci
 def test_segments_of_a_capture_are_too_few(
     small: Path,
     flags: dict[str, Any],

@@ -15,6 +15,8 @@ from test.rehearsal.device import kernels
 from test.rehearsal.serving import HEADS, N, engine, once_each, small_draft
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 STEP = {"max_new_tokens": 3, "ignore_eos": True}
 KINDS: list[dict[str, Any]] = [
     {"regex": "(t01[0-9]|t02[0-9]){8}"},
@@ -60,7 +62,7 @@ def test_dtypes_and_head_sizes(
     ("backend", "seeded", "kv"),
     [
         ("triton", True, "auto"),
-        pytest.param("triton", False, "auto", marks=pytest.mark.ci),
+        ("triton", False, "auto"),
         ("flashinfer", False, "auto"),
         ("fa3", False, "auto"),
         pytest.param("flashinfer", False, "fp8_e4m3", marks=pytest.mark.full),
@@ -83,7 +85,6 @@ def test_all_that_serving_launches(
     assert expected <= compiled.keys()
 
 
-@pytest.mark.ci
 def test_an_annotated_argument_is_refused(
     small: Path, compiled: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 BACKENDS = ["fa3", "flashinfer", "triton"]
 Family = tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]  # a draft, how to read it
@@ -101,7 +103,6 @@ def served_family(
     return served(folder, asked, backend, cuda_graph_bs=[4], **flags)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(("backend", "kind"), once_each(BACKENDS, ["vanilla", "gated", "rnn"]))
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.full)])
 def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int) -> None:
@@ -111,7 +112,6 @@ def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "page"), only(("triton", 16), itertools.product(BACKENDS, [1, 16]))
 )

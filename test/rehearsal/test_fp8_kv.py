@@ -31,6 +31,8 @@ from test.rehearsal.serving import (
 from test.targets import write_modelopt
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 PAIRS = [
     ("fa3", "fp8_e4m3", 1),
     ("flashinfer", "fp8_e5m2", 16),
@@ -62,7 +64,6 @@ def test_all_kinds_of_requests(small: Path, backend: str, kv: str, page: int) ->
     assert reqs["greedy"].spec_verify_ct < 12
 
 
-@pytest.mark.ci
 def test_a_draft_with_kv_in_fp8_is_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft takes over the flag of the target."""
     mutate(
@@ -115,7 +116,6 @@ def test_scales_that_a_backend_gets_wrong(scaled: Path) -> None:
     check_refused(scaled, MULTIPLIED, "triton", kv_cache_dtype="bfloat16")
 
 
-@pytest.mark.ci
 def test_scales_that_are_not_seen(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the loaded target is not asked for them."""
     mutate(

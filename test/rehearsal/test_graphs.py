@@ -27,6 +27,8 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt, verify_parts
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def asked(small: Path) -> dict[str, Asked]:
@@ -106,7 +108,6 @@ def test_hidden_states_of_a_narrow_verify(
     same_states(small)
 
 
-@pytest.mark.ci
 def test_hidden_states_left_in_the_graphs_memory(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +119,6 @@ def test_hidden_states_left_in_the_graphs_memory(
         same_states(small)
 
 
-@pytest.mark.ci
 def test_context_kv_comes_before_the_next_draft(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,6 @@ def test_nothing_is_kept_for_a_backward_pass(small: Path, monkeypatch: pytest.Mo
     assert not gradients(small, monkeypatch)
 
 
-@pytest.mark.ci
 def test_gradients_are_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft's forward without its `no_grad`."""
     mutate(monkeypatch, "model.draft:DFlashDraftModel.forward", "@torch.no_grad()", "")
@@ -170,7 +169,6 @@ REFUSED = [
 NAMES = ["a host tensor", "a value in a graph", "a mask in a graph"]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("mutation", REFUSED, ids=NAMES)
 def test_what_the_device_refuses(
     small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change
@@ -193,7 +191,6 @@ STALE = [
 ]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("mutation", STALE, ids=["of a warm-up", "of the target", "of a page"])
 def test_a_schedule_of_another_forward_is_seen(
     small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change

@@ -20,6 +20,8 @@ from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, add, answer, assert_drafts, assert_exact, engine, recorded
 from test.worker.conftest import facts, prompt
 
+pytestmark = pytest.mark.ci
+
 PREFIX = prompt(970, 96)
 N = {"max_new_tokens": 8, "ignore_eos": True}
 ASKED = {"first": Asked(PREFIX, N), "again": Asked(PREFIX + prompt(971, 5), N)}
@@ -183,7 +185,6 @@ def test_adapters(small: Path, tmp_path: Path) -> None:
     assert reqs[1].cached_tokens_host >= 80
 
 
-@pytest.mark.ci
 def test_drafts_from_the_targets_pool(
     small: Path, kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +196,6 @@ def test_drafts_from_the_targets_pool(
     assert trace(reqs, drafts) != kept
 
 
-@pytest.mark.ci
 def test_a_prefill_that_does_not_wait(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = "batch.hicache_consumer_index"
     mutate(monkeypatch, "step.prefill:Prefill.run", index, "-1")

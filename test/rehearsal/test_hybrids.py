@@ -43,6 +43,8 @@ from test.rehearsal.serving import (
 )
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 BACKENDS = ["fa3", "flashinfer", "triton"]
 N = {"max_new_tokens": 8, "ignore_eos": True}
 REPLAY = "sglang_dflash.kernels.replay_states:_replay"
@@ -113,7 +115,6 @@ def test_two_backends(
     check(pair, asked, None, speculative_attention_mode=verify, **backends)
 
 
-@pytest.mark.ci
 def test_second_turn(pair: Path, asked: dict[str, Asked]) -> None:
     """The radix cache takes over the state of a request that ended inside its accepted drafts."""
     first = asked["1"]

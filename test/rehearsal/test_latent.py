@@ -22,6 +22,8 @@ from test.rehearsal.serving import SHARED, Asked, N, answer, assert_drafts, serv
 from test.targets import TARGETS, write
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 KIND = "DeepseekV3ForCausalLM"
 DENSE = {"first_k_dense_replace": LAYERS, "kv_lora_rank": 64, "qk_nope_head_dim": 32}
 DENSE |= {"v_head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

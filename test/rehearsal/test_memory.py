@@ -23,6 +23,8 @@ from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import engine, small_draft
 from test.rehearsal.targets import write_kind
 
+pytestmark = pytest.mark.ci
+
 DRAFT = {"num_target_layers": LAYERS, "num_key_value_heads": 2}
 
 
@@ -154,7 +156,6 @@ def test_kv_in_fp8(meter: Meter, pairs: dict[str, Path], kind: str) -> None:
         check_pools(run, kind, bits=8)
 
 
-@pytest.mark.ci
 def test_a_draft_counted_in_fp8_is_seen(
     meter: Meter, pairs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +166,6 @@ def test_a_draft_counted_in_fp8_is_seen(
         check_pools(run, "dense", bits=8)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "function", "old", "new"),
     [
@@ -289,7 +289,6 @@ def test_nothing_is_held_twice(meter: Meter, pairs: dict[str, Path]) -> None:
         check_weights(run, pairs["dense"], meter.read())
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("seen", "function", "old", "new"),
     [
@@ -350,7 +349,6 @@ def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Pa
         check_buffers(run, [BLOCK + 1, BLOCK])
 
 
-@pytest.mark.ci
 def test_buffers_that_are_not_shared_are_seen(
     meter: Meter, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, once_each, serve
 from test.worker.conftest import prompt
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize(("backend", "page"), once_each(["fa3", "flashinfer", "triton"], [16, 1]))
 def test_retraction(small: Path, backend: str, page: int) -> None:
@@ -18,7 +20,6 @@ def test_retraction(small: Path, backend: str, page: int) -> None:
     crowded(small, backend, page)
 
 
-@pytest.mark.ci
 def test_memory_that_is_not_counted(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: SGLang counts no memory for the next step."""
     mutate(monkeypatch, "step.slots:Slots.needed", "return tokens", "return 0")
