@@ -16,8 +16,8 @@ export NO_MKDOCS_2_WARNING := 1
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
 
-watch: $(READY)  ## the pair with and without DFLASH; 127.0.0.1:$(PORT)/dflash shows its blocks
-	$(BIN)/sglang-dflash serve --compare --port $(PORT)
+watch: $(READY)  ## a page on 127.0.0.1:$(PORT) shows the pair's blocks, with and without DFLASH
+	$(BIN)/sglang-dflash watch --port $(PORT)
 
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)

@@ -7,7 +7,7 @@ import sys
 
 from sglang_dflash import __version__
 from sglang_dflash.errors import Refusal
-from sglang_dflash.tools.launch import interrupt_on_signals
+from sglang_dflash.tools.launch import ServerFailed, interrupt_on_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Refusal as error:
         print(f"sglang-dflash: {error}", file=sys.stderr)
         return 2
+    except ServerFailed as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -38,10 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print one line of JSON")
 
     watch = commands.add_parser("watch", help="a page that shows the blocks of a DFLASH server")
-    watch.add_argument("url", help="of the server, such as http://127.0.0.1:30000")
-    watch.add_argument("--without", metavar="URL", help="the same target without speculation")
+    watch.add_argument(
+        "url",
+        nargs="?",
+        help="of the server; default: start the bundled pair with and without DFLASH",
+    )
     watch.add_argument("--port", type=int, default=0, help="of the page; default: a free one")
-    watch.add_argument("--no-browser", action="store_true", help="only print the page's address")
 
     chat = commands.add_parser("chat", help="chat in the terminal; accepted drafts are coloured")
     chat.add_argument("url", help="of a DFLASH server, such as http://127.0.0.1:30000")
@@ -49,47 +54,42 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     chat.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
     for command in (watch, chat):
-        command.add_argument("--api-key", metavar="KEY", help="of the servers")
+        command.add_argument("--api-key", metavar="KEY", help="of the server")
 
-    demo = commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
-    demo.add_argument("--json", action="store_true", help="print one line of JSON")
+    commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
 
     serve = commands.add_parser(
         "serve", help="serve the bundled pair; takes further flags of SGLang's server"
     )
     serve.add_argument("--port", type=int, default=30000, help="port on 127.0.0.1; default: 30000")
-    serve.add_argument(
-        "--compare",
-        action="store_true",
-        help="also serve the target without speculation; the page at /dflash compares both",
-    )
     return parser
 
 
 def _run(chosen: argparse.Namespace, others: list[str]) -> int:
     """Run the chosen command, and import only what it needs."""
-    if chosen.command == "inspect":
-        from sglang_dflash.tools.inspect import run as run_inspect
+    match chosen.command:
+        case "inspect":
+            from sglang_dflash.tools.inspect import run as run_inspect
 
-        return run_inspect(chosen.draft, chosen.target, chosen.json)
-    if chosen.command == "watch":
-        from sglang_dflash.watch.page import page
-        from sglang_dflash.watch.page import serve as serve_page
+            return run_inspect(chosen.draft, chosen.target, chosen.json)
+        case "watch":
+            from sglang_dflash.tools.watch import run as run_watch
 
-        html = page(chosen.url, chosen.without, chosen.api_key)
-        serve_page(html, chosen.port, browse=not chosen.no_browser)
-    if chosen.command == "chat":
-        from sglang_dflash.tools.chat import run as run_chat
+            run_watch(chosen.url, chosen.port, chosen.api_key)
+        case "chat":
+            from sglang_dflash.tools.chat import run as run_chat
 
-        sampling = {"max_new_tokens": chosen.max_tokens, "temperature": chosen.temperature}
-        return run_chat(chosen.url, chosen.api_key, chosen.thinking, sampling)
-    if chosen.command == "serve":
-        from sglang_dflash.tools.serve import run as run_serve
+            sampling = {"max_new_tokens": chosen.max_tokens, "temperature": chosen.temperature}
+            return run_chat(chosen.url, chosen.api_key, chosen.thinking, sampling)
+        case "serve":
+            from sglang_dflash.tools.serve import run as run_serve
 
-        run_serve(chosen.port, chosen.compare, others)
-    from sglang_dflash.tools.demo import run as run_demo
+            run_serve(chosen.port, others)
+        case "demo":
+            from sglang_dflash.tools.demo import run as run_demo
 
-    return run_demo(quiet=chosen.json)
+            return run_demo()
+    raise AssertionError(f"{chosen.command} is not a command.")
 
 
 if __name__ == "__main__":

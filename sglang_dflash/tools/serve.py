@@ -6,10 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sglang_dflash.errors import Refusal
 from sglang_dflash.tiny import DRAFT, TARGET, require_weights
-from sglang_dflash.tools.launch import Server
-from sglang_dflash.watch.page import WITHOUT
 
 if TYPE_CHECKING:
     from sglang_dflash.settings.platforms import Platform
@@ -42,22 +39,10 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
-def run(port: int, compare: bool, others: list[str]) -> NoReturn:
-    """Become the server.
-
-    compare: serve the target without speculation, too; it ends with this process. others: further
-    flags of SGLang; they win. Raises `Refusal` for both, because they are the DFLASH server's.
-    """
-    added = environment()
-    if compare and others:
-        raise Refusal("--compare serves the bundled pair as it is.", f"Leave out {others[0]}.")
-    if compare:
-        print("Starting the server without speculation ...", flush=True)
-        plain = Server([*flags(dflash=False), "--sleep-on-idle"], added).__enter__()
-        plain.log.unlink()
-        added[WITHOUT] = plain.url
+def run(port: int, others: list[str]) -> NoReturn:
+    """Become the server. others: further flags of SGLang; they win."""
     # A grammar may allow blanks without end, and the bundled target then writes them.
     own = ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
     own += ["--constrained-json-disable-any-whitespace"]
     command = [sys.executable, "-m", "sglang.launch_server", *flags(), *own, *others]
-    os.execve(command[0], command, {**os.environ, **added})
+    os.execve(command[0], command, {**os.environ, **environment()})

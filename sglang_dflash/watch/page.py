@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import threading
-import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any, NoReturn
@@ -14,8 +11,6 @@ from typing import Any, NoReturn
 from sglang_dflash.errors import Refusal
 
 PAGE = "/dflash"  # path on the server
-# The base URL of a server of the same target without speculation, in a server's environment.
-WITHOUT = "DFLASH_WITHOUT"
 CONFIG = '<script type="application/json" id="config">{}</script>'
 
 
@@ -37,16 +32,15 @@ def add_page(app: Any) -> None:
     from starlette.responses import HTMLResponse
 
     def show() -> Any:
-        return HTMLResponse(page(without=os.environ.get(WITHOUT)))
+        return HTMLResponse(page())
 
     app.add_api_route(PAGE, show, include_in_schema=False, response_model=None)
 
 
-def serve(html: str, port: int, browse: bool) -> NoReturn:
+def serve(html: str, port: int) -> NoReturn:
     """Serve the page on 127.0.0.1 until Ctrl-C; raises `Refusal` if the port is in use.
 
-    The page may hold an API key, so its path is a secret. port: 0 for any free one; browse: open
-    the page.
+    The page may hold an API key, so its path is a secret. port: 0 for any free one.
     """
     path = f"/{secrets.token_urlsafe(16)}"
 
@@ -72,7 +66,5 @@ def serve(html: str, port: int, browse: bool) -> NoReturn:
     with http:
         url = f"http://127.0.0.1:{http.server_port}{path}"
         print(f"{url} shows the server's blocks. Ctrl-C ends the page.", flush=True)
-        if browse:
-            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         http.serve_forever()
     raise AssertionError("The page is served until an exception ends it.")

@@ -99,10 +99,9 @@ def expected(reference: Client) -> dict[str, Any]:
 
 
 @contextmanager
-def watching(*flags: str) -> Iterator[str]:
-    """The address of the page of `sglang-dflash watch`."""
-    command = [*COMMAND, "watch", *flags, "--no-browser", "--port", str(free_port())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def watching(*command: str) -> Iterator[str]:
+    """The address of the page that a process serves and prints."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().split()[0]
@@ -189,11 +188,26 @@ def test_an_answer_that_is_stopped(server: Client, browser: webdriver.Chrome) ->
 
 @needs_browser
 @on("auto")
-def test_the_page_compares_with_another_server(
+def test_the_page_of_another_server(server: Client, browser: webdriver.Chrome) -> None:
+    """`sglang-dflash watch` of any server: the page is of another origin."""
+    with watching("-m", "sglang_dflash", "watch", server.url, "--port", str(free_port())) as url:
+        page = Page(browser, url)
+        page.ask(QUESTION, 8)
+        page.wait_for(r"tokens in \d+ steps")
+        assert page.errors() == []
+
+
+COMPARED = "import sys; from sglang_dflash.watch.page import page, serve; "
+COMPARED += "serve(page(*sys.argv[1:]), port=0)"
+
+
+@needs_browser
+@on("auto")
+def test_the_page_compares_with_no_speculation(
     server: Client, reference: Client, expected: dict[str, Any], browser: webdriver.Chrome
 ) -> None:
-    """`sglang-dflash watch` of any server: another origin, and measured without speculation."""
-    with watching(server.url, "--without", reference.url) as url:
+    """As `sglang-dflash watch` does without a URL, here with servers that run already."""
+    with watching("-c", COMPARED, server.url, reference.url) as url:
         page = Page(browser, url)
         page.ask(QUESTION)
         said = page.wait_for("times as fast")

@@ -1,4 +1,4 @@
-"""The command `sglang-dflash`: its version, and the server of the bundled pair."""
+"""The command `sglang-dflash`: its version, and the servers of the bundled pair."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from sglang_dflash import __version__
 from sglang_dflash.settings.platforms import PLATFORMS
 from sglang_dflash.tiny import DRAFT, TARGET
-from sglang_dflash.tools import serve
+from sglang_dflash.tools import serve, watch
 from sglang_dflash.tools.cli import main
+from sglang_dflash.tools.launch import ServerFailed
+from sglang_dflash.watch import page
 
 
 def test_the_version_as_a_module() -> None:
@@ -25,9 +27,9 @@ def test_the_version_as_a_module() -> None:
 
 def test_unknown_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--jsn"])
+        main(["demo", "--json"])
     assert ended.value.code == 2
-    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+    assert "unrecognized arguments: --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -60,3 +62,53 @@ def test_serve_suits_the_machine(
     assert ("float32" in command) == (not gpu)
     assert command[-4:] == ["--dtype", "bfloat16", "--tp", "2"]
     assert environment.get("OMP_NUM_THREADS") == (threads or (None if gpu else "1"))
+
+
+class Page(Exception):
+    """Raised where the page would be served."""
+
+
+class Started:
+    """In the place of `Server`. What was started and ended stands in `EVENTS`."""
+
+    def __init__(self, flags: list[str], _: dict[str, str]) -> None:
+        self.url = "http://dflash" if "DFLASH" in flags else "http://plain"
+
+    def __enter__(self) -> Started:
+        EVENTS.append(f"start {self.url}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        EVENTS.append(f"end {self.url}")
+
+
+EVENTS: list[str] = []
+
+
+def test_watch_compares_the_bundled_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a URL. Both servers end with the page."""
+
+    def show(html: str, port: int) -> None:
+        assert port == 1234
+        assert '{"server": "http://dflash", "without": "http://plain", "api_key": null}' in html
+        EVENTS.append("page")
+        raise Page
+
+    monkeypatch.setattr(watch, "Server", Started)
+    monkeypatch.setattr(page, "serve", show)
+    with pytest.raises(Page):
+        main(["watch", "--port", "1234"])
+    urls = ["http://plain", "http://dflash"]
+    started, ended = [f"start {url}" for url in urls], [f"end {url}" for url in reversed(urls)]
+    assert [*started, "page", *ended] == EVENTS
+
+
+def test_a_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ServerFailed("The server exited.")
+
+    monkeypatch.setattr(watch, "Server", fail)
+    assert main(["watch"]) == 1
+    assert capsys.readouterr().err == "The server exited.\n"
