@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.tiny.prompts import KINDS, final_answer, held_out
+from sglang_dflash.tiny.prompts import KINDS, held_out
+from training.data import final_answer
 
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PROGRAM = (

@@ -189,6 +189,13 @@ def word_problem(rng: random.Random) -> Example:
 # JSON records: a schema, the facts in prose, the record
 
 
+def final_answer(text: str) -> int | None:
+    """The number after the last "The answer is", or None."""
+    _, found, tail = text.rpartition("The answer is ")
+    number = tail.split(".")[0].strip()
+    return int(number) if found and number.isdigit() else None
+
+
 def _person(rng: random.Random) -> tuple[dict[str, Any], str]:
     name = f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
     age, city = rng.randint(18, 90), rng.choice(CITIES)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from sglang_dflash.tiny.prompts import Example, final_answer
+from sglang_dflash.tiny.prompts import Example
 from training import data
 from training.answers import NEW_TOKENS, generate
 from training.draft_model import Draft
@@ -47,7 +47,7 @@ def _load_draft(work: Path, device: str) -> Draft:
 
 def _is_right(example: Example, text: str) -> bool:
     if example.kind == "word":
-        return bool(final_answer(text) == example.check)
+        return bool(data.final_answer(text) == example.check)
     return text == example.answer
 
 

@@ -46,10 +46,3 @@ def held_out(kind: str, count: int, seed: int = 0) -> list[Example]:
     if seed != IN_ORDER:
         random.Random(f"{kind}-{seed}").shuffle(examples)
     return examples[:count]
-
-
-def final_answer(text: str) -> int | None:
-    """The number after the last "The answer is", or None."""
-    _, found, tail = text.rpartition("The answer is ")
-    number = tail.split(".")[0].strip()
-    return int(number) if found and number.isdigit() else None

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from sglang_dflash.checkpoint import read_draft
 from sglang_dflash.checkpoint.fit import Target, defects, misfits
 from sglang_dflash.tiny import DRAFT, TARGET
-from sglang_dflash.tiny.prompts import KINDS, Example, final_answer, held_out, pool
+from sglang_dflash.tiny.prompts import KINDS, Example, held_out, pool
 from test.inprocess import InProcess
 from training import data
 from training.rows import documents
@@ -126,7 +126,7 @@ def test_accept_length(served: Served, kind: str) -> None:
 def test_word_problems_are_solved(served: Served) -> None:
     """The goal is 90 %. Of these few, two may be wrong. Every answer ends with the target's EOS."""
     said = [(TOKENIZER.decode(req.output_ids), example) for example, req in served["word"]]
-    right = [final_answer(text) == example.check for text, example in said]
+    right = [data.final_answer(text) == example.check for text, example in said]
     assert sum(right) >= COUNT - 2, [text for text, _ in said]
     ends = [req.finished_reason.to_json() for _, req in served["word"]]
     assert ends == [{"type": "stop", "matched": TOKENIZER.eos_token_id}] * COUNT

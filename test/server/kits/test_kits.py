@@ -37,9 +37,10 @@ from sglang.test.kits.spec_server_kits import (
 )
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from sglang_dflash.tiny.prompts import Example, final_answer, held_out
+from sglang_dflash.tiny.prompts import Example, held_out
 from test.server.kits.conftest import Kit
 from test.servers import Client, chat
+from training.data import final_answer
 
 WORD = held_out("word", 8, seed=31)
 RECORD = held_out("json", 1, seed=31)[0]
