@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_dflash.cpu.attention import TorchAttention, queries_of
-from sglang_dflash.kernels.replay_states import convolved, gates, unit
+from sglang_dflash.targets.replay_states import convolved, gates, unit
 
 CHUNK = 64  # tokens; the work of a chunk grows with their square
 

@@ -17,9 +17,9 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.fit import OTHER_STATES
 from sglang_dflash.errors import WITHOUT_DFLASH, Rule, refuse
-from sglang_dflash.kernels.replay_states import BlockInputs, States
 from sglang_dflash.seam.patched import temporarily
 from sglang_dflash.settings.facts import Facts
+from sglang_dflash.targets.replay_states import BlockInputs, States
 
 logger = logging.getLogger(__name__)
 

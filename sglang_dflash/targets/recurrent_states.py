@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
-from sglang_dflash.kernels.replay_states import Copies, Layer, Weights, replay_on
 from sglang_dflash.step.policies import NoStates, TargetStates
+from sglang_dflash.targets.replay_states import Copies, Layer, Weights, replay_on
 
 
 class RecurrentStates:

@@ -15,7 +15,11 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import Tensor
 
 from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
-from sglang_dflash.kernels.replay_states import (
+from sglang_dflash.method.block import Block
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from sglang_dflash.step.forward import VerifyInput
+from sglang_dflash.targets.recurrent_states import RecurrentStates
+from sglang_dflash.targets.replay_states import (
     BlockInputs,
     Copies,
     Layer,
@@ -25,10 +29,6 @@ from sglang_dflash.kernels.replay_states import (
     launch_replay_states,
     replay_states_in_torch,
 )
-from sglang_dflash.method.block import Block
-from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.forward import VerifyInput
-from sglang_dflash.targets.recurrent_states import RecurrentStates
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.ci
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
 N = {"max_new_tokens": 8, "ignore_eos": True}
-REPLAY = "sglang_dflash.kernels.replay_states:_replay"
+REPLAY = "sglang_dflash.targets.replay_states:_replay"
 UPDATE = (
     "srt.layers.attention.fla.fused_sigmoid_gating_recurrent"
     ":fused_sigmoid_gating_delta_rule_update_kernel"
