@@ -75,7 +75,7 @@ def build_worker(
     )
     draft = draft_worker.model_runner
     drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
-    context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels)
+    context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels, platform.queues_work)
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(target.sampler, rules, kernels)

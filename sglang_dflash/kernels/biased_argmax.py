@@ -63,16 +63,6 @@ def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
     return logits.float() + (latent @ weight.T).float()
 
 
-def rows_first(weight: Tensor) -> Tensor:
-    """The layout of `weight` for the kernel: programs load the ranks of a column together."""
-    return weight.contiguous()
-
-
-def columns_first(weight: Tensor) -> Tensor:
-    """The layout of `weight` for the twin. The product of one token is a third faster in it."""
-    return weight.T.contiguous().T
-
-
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit(do_not_specialize=["tokens"])
 def _largest_biased_of_parts(  # type: ignore[no-untyped-def]

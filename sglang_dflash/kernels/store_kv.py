@@ -67,19 +67,6 @@ def store_kv_in_torch(
         v_pool[slots] = v[:, layer]
 
 
-def all_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-    """Project every token: the host does not know which of them are written."""
-    return states, positions, slots
-
-
-def written_tokens(states: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-    """Keep the tokens with a slot. states: [n, ..]; positions, slots: [n] int64."""
-    written = slots.nonzero().squeeze(1)
-    if len(written) == len(slots):  # as in every prefill: copy nothing
-        return states, positions, slots
-    return states[written], positions[written], slots[written]
-
-
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
 def _store_kv(  # type: ignore[no-untyped-def]

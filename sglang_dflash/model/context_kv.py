@@ -24,8 +24,17 @@ class ContextKV:
     sliced: each layer's whole QKV projection runs, and its queries are dropped.
     """
 
-    def __init__(self, model: DFlashDraftModel, pool: MHATokenToKVPool, kernels: Kernels) -> None:
-        self._model, self._kernels = model, kernels
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        pool: MHATokenToKVPool,
+        kernels: Kernels,
+        queues_work: bool,
+    ) -> None:
+        """queues_work: the host would have to wait for the device to know which tokens to skip."""
+        self._model = model
+        self._kernels = kernels
+        self._queues_work = queues_work
         self._attention: list[Any] = [layer.self_attn for layer in model.layers]
         attention, first = self._attention, self._attention[0]
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
@@ -58,7 +67,11 @@ class ContextKV:
         hidden_states: [n, >= K*H_target], features first; positions: [n] int64; slots: [n] int64, 0
         (SGLang's dummy slot) for tokens that are not written.
         """
-        hidden_states, positions, slots = self._kernels.written(hidden_states, positions, slots)
+        if not self._queues_work and not slots.all():
+            written = slots != 0
+            hidden_states = hidden_states[written]
+            positions = positions[written]
+            slots = slots[written]
         for start in range(0, len(slots), TOKEN_CHUNK):
             chunk = slice(start, start + TOKEN_CHUNK)
             self._write(hidden_states[chunk], positions[chunk], slots[chunk])

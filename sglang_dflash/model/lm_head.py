@@ -174,9 +174,8 @@ class Vocabulary:
         _fit_rows(table, 0, self.target_size)
 
     def fit_output(self, weight: Tensor) -> None:
-        """Keep this rank's rows of a matrix onto the logits, as `biased_largest` reads them."""
+        """Keep this rank's rows of a matrix onto the logits, for `biased_largest`."""
         _fit_rows(weight, self.first_id, self.first_id + self.columns)
-        weight.data = self._kernels.bias_layout(weight.data)
 
     def _target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._offsets is None else ids + self._offsets[ids]

@@ -62,7 +62,7 @@ def engine(target: str, draft: str) -> Iterator[InProcess]:
 def context_kv(engine: InProcess, features: Tensor, slots: Tensor) -> tuple[ContextKV, Tensor]:
     """The writer, and the K/V that it writes for these features, [2, layers, n, heads, D]."""
     runner = engine.worker.draft_model_runner
-    writer = ContextKV(runner.model, runner.token_to_kv_pool, Kernels.on("cpu"))
+    writer = ContextKV(runner.model, runner.token_to_kv_pool, Kernels.on("cpu"), queues_work=False)
     writer.write(features, torch.arange(len(slots)), slots)
     pool = runner.token_to_kv_pool
     written = [[b[slots].clone() for b in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
