@@ -70,7 +70,7 @@ def build_worker(
         target_worker,
         pool if window is None else window.pool,
         kernels,
-        weigh=len(options.verify_widths) > 1,
+        return_probs=len(options.verify_widths) > 1,
         **place,
     )
     draft = draft_worker.model_runner

@@ -22,12 +22,12 @@ def make_draft_worker(
     target: TpModelWorker,
     pool: ReqToTokenPool,
     kernels: Kernels,
-    weigh: bool,
+    return_probs: bool,
     **place: int | None,
 ) -> TpModelWorker:
     """Make the TP worker of the draft, with this pool of rows and the target's allocator.
 
-    weigh: the draft also computes the probability of each drafted token.
+    return_probs: the draft also computes the probability of each drafted token.
 
     The draft's forward reads the target's embedding and LM head. They can be bound only after both
     models exist. So the graphs are captured after that, not inside the constructor.
@@ -46,7 +46,7 @@ def make_draft_worker(
             **place,
         )
         worker.model_runner.model.bind(
-            target.model_runner.model, kernels, weigh, args.speculative_num_draft_tokens
+            target.model_runner.model, kernels, return_probs, args.speculative_num_draft_tokens
         )
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()

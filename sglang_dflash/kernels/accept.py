@@ -96,17 +96,17 @@ def _accept(  # type: ignore[no-untyped-def]
 ):
     request = tl.program_id(0)
     position = tl.arange(0, padded)
-    real = position < width
-    drawn = tl.load(target_ids + request * width + position, real, 0)
+    mask = position < width
+    target_id = tl.load(target_ids + request * width + position, mask, 0)
     if simulated is None:
         draft = tl.load(block + request * block_stride + position + 1, position < width - 1, 0)
-        ends = (draft != drawn) | (position >= width - 1)
+        ends = (draft != target_id) | (position >= width - 1)
         num_accepted = tl.min(tl.where(ends, position, padded)).to(tl.int64)
     else:
         num_accepted = tl.load(simulated + request)
-    tl.store(packed + request * (width + 1) + position, drawn, real)
+    tl.store(packed + request * (width + 1) + position, target_id, mask)
     tl.store(packed + request * (width + 1) + width, num_accepted)
     tl.store(bonus + request, tl.load(target_ids + request * width + num_accepted))
     tl.store(lens + request, tl.minimum(tl.load(seq_lens + request) + num_accepted + 1, max_len))
     slot = tl.load(slots + request * slots_stride + position, position <= num_accepted, 0)
-    tl.store(kv_slots + request * width + position, slot, real)
+    tl.store(kv_slots + request * width + position, slot, mask)

@@ -15,13 +15,13 @@ RANKS = 64  # of the weight that it reads together; more would not fit the memor
 
 
 def launch_biased_largest(
-    logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
+    logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool = False
 ) -> Largest:
     """Find the largest of `logits + latent @ weight.T` for each token.
 
     logits: [n, V] of a float type; latent: [n, r]; weight: [V, r], both of another float type; the
-    last dimension of logits and latent is contiguous; weigh: compute the mass, too. NaN counts as
-    infinity. The weight is read once for every 16 tokens.
+    last dimension of logits and latent is contiguous; return_probs: compute `sum_exp`, too. NaN
+    counts as infinity. The weight is read once for every 16 tokens.
     """
     tokens, size = logits.shape
     assert logits.stride(1) == latent.stride(1) == 1
@@ -29,7 +29,7 @@ def launch_biased_largest(
     most_parts = min(most_parts, PROGRAMS)
     parts = min(most_parts, triton.cdiv(PROGRAMS, max(groups, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
-    partial = Largest.empty(logits, (tokens, parts), weigh)
+    partial = Largest.empty(logits, (tokens, parts), return_probs)
     rank = latent.shape[1]
     _largest_biased_of_parts[(groups, parts)](
         logits,
@@ -51,10 +51,10 @@ def launch_biased_largest(
 
 
 def biased_largest_in_torch(
-    logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool = False
+    logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool = False
 ) -> Largest:
     """The twin of `launch_biased_largest`."""
-    return largest_in_torch(_biased(logits, latent, weight), weigh)
+    return largest_in_torch(_biased(logits, latent, weight), return_probs)
 
 
 def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
     weight,  # [V, r]
     indices,  # [n, parts] int64
     values,  # [n, parts] float32
-    masses,  # [n, parts] float32 or None
+    sum_exps,  # [n, parts] float32 or None
     logits_stride,  # of a token
     latent_stride,  # of a token
     weight_stride,  # of a column
@@ -86,37 +86,37 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
 ):
     token = (tl.program_id(0) * group + tl.arange(0, group)).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    real = token < tokens
+    token_mask = token < tokens
     best = tl.full([columns, group], float("-inf"), tl.float32)
     where = tl.zeros([columns, group], tl.int32) + size
-    mass = tl.zeros([columns, group], tl.float32)
+    sum_exp = tl.zeros([columns, group], tl.float32)
     for start in range(0, share, columns):
         column = part * share + start + tl.arange(0, columns)
-        inside = column < size
+        column_mask = column < size
         row = column.to(tl.int64)[:, None]
         bias = tl.zeros([columns, group], tl.float32)
         for first in range(0, rank, ranks):
-            at = first + tl.arange(0, ranks)
-            known = at < rank
-            there = weight + row * weight_stride + at[None, :] * rank_stride
-            matrix = tl.load(there, inside[:, None] & known[None, :], 0.0)
-            given = latent + token[None, :] * latent_stride + at[:, None]
-            mixed = tl.load(given, known[:, None] & real[None, :], 0.0)
+            rank_index = first + tl.arange(0, ranks)
+            rank_mask = rank_index < rank
+            weight_src = weight + row * weight_stride + rank_index[None, :] * rank_stride
+            matrix = tl.load(weight_src, column_mask[:, None] & rank_mask[None, :], 0.0)
+            latent_src = latent + token[None, :] * latent_stride + rank_index[:, None]
+            mixed = tl.load(latent_src, rank_mask[:, None] & token_mask[None, :], 0.0)
             bias = tl.dot(matrix, mixed, bias, input_precision="ieee")
-        both = inside[:, None] & real[None, :]
-        logit = tl.load(logits + token[None, :] * logits_stride + row, both, float("-inf"))
+        mask = column_mask[:, None] & token_mask[None, :]
+        logit = tl.load(logits + token[None, :] * logits_stride + row, mask, float("-inf"))
         logit = logit.to(tl.float32) + bias
         logit = tl.where(logit != logit, float("inf"), logit)
-        if masses is not None:
+        if sum_exps is not None:
             ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
-            mass = tl.where(logit > best, mass * ratio + 1.0, mass + ratio)
+            sum_exp = tl.where(logit > best, sum_exp * ratio + 1.0, sum_exp + ratio)
         where = tl.where(logit > best, column[:, None], where)
         best = tl.maximum(best, logit)
     value = tl.max(best, axis=0)
-    here = token * parts + part
+    dst = token * parts + part
     lowest = tl.min(tl.where(best == value[None, :], where, size), axis=0)
-    tl.store(values + here, value, real)
-    tl.store(indices + here, lowest.to(tl.int64), real)
-    if masses is not None:
-        mass *= tl.where(best == value[None, :], 1.0, tl.exp(best - value[None, :]))
-        tl.store(masses + here, tl.sum(mass, axis=0), real)
+    tl.store(values + dst, value, token_mask)
+    tl.store(indices + dst, lowest.to(tl.int64), token_mask)
+    if sum_exps is not None:
+        sum_exp *= tl.where(best == value[None, :], 1.0, tl.exp(best - value[None, :]))
+        tl.store(sum_exps + dst, tl.sum(sum_exp, axis=0), token_mask)

@@ -88,10 +88,11 @@ def _next_block(  # type: ignore[no-untyped-def]
 ):
     request = tl.program_id(0)
     column = tl.arange(0, padded)
-    real, here = column < size, request * size + column
+    mask = column < size
+    dst = request * size + column
     position = tl.load(seq_lens + request) + column
     token = tl.where(column == 0, tl.load(anchors + request), mask_token_id)
-    slot = tl.load(table + tl.load(rows + request) * table_stride + position, real, 0)
-    tl.store(token_ids + here, token, real)
-    tl.store(positions + here, position, real)
-    tl.store(slots + here, slot.to(tl.int64), real)
+    slot = tl.load(table + tl.load(rows + request) * table_stride + position, mask, 0)
+    tl.store(token_ids + dst, token, mask)
+    tl.store(positions + dst, position, mask)
+    tl.store(slots + dst, slot.to(tl.int64), mask)

@@ -83,30 +83,30 @@ def _store_kv(  # type: ignore[no-untyped-def]
 ):
     token, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     layers = tl.num_programs(1)
-    kind = kv.dtype.element_ty
+    dtype = kv.dtype.element_ty
     half = tl.arange(0, padded)
-    real = half < dim // 2
-    here = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
+    mask = half < dim // 2
+    src = kv + ((token * layers + layer) * 2 * heads + head) * dim + half
     slot = tl.load(slots + token)
     if slot == 0:
         return
-    there = slot * heads * dim + head * dim + half
+    dst = slot * heads * dim + head * dim + half
 
-    first = tl.load(here, real, 0.0).to(tl.float32)
-    second = tl.load(here + dim // 2, real, 0.0).to(tl.float32)
+    first = tl.load(src, mask, 0.0).to(tl.float32)
+    second = tl.load(src + dim // 2, mask, 0.0).to(tl.float32)
     scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / dim + eps)
     weight = norm_weight + layer * dim + half
-    first = (first * scale * tl.load(weight, real, 0.0).to(tl.float32)).to(kind).to(tl.float32)
-    second *= scale * tl.load(weight + dim // 2, real, 0.0).to(tl.float32)
-    second = second.to(kind).to(tl.float32)
+    first = (first * scale * tl.load(weight, mask, 0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    second *= scale * tl.load(weight + dim // 2, mask, 0.0).to(tl.float32)
+    second = second.to(dtype).to(tl.float32)
     rope = cos_sin + (token * ropes + tl.minimum(layer, ropes - 1)) * dim + half
-    cos = tl.load(rope, real, 0.0).to(tl.float32)
-    sin = tl.load(rope + dim // 2, real, 0.0).to(tl.float32)
-    k_pool = tl.load(addresses + layer).to(tl.pointer_type(kind))
-    tl.store(k_pool + there, (first * cos - second * sin).to(kind), real)
-    tl.store(k_pool + there + dim // 2, (second * cos + first * sin).to(kind), real)
+    cos = tl.load(rope, mask, 0.0).to(tl.float32)
+    sin = tl.load(rope + dim // 2, mask, 0.0).to(tl.float32)
+    k_pool = tl.load(addresses + layer).to(tl.pointer_type(dtype))
+    tl.store(k_pool + dst, (first * cos - second * sin).to(dtype), mask)
+    tl.store(k_pool + dst + dim // 2, (second * cos + first * sin).to(dtype), mask)
 
-    v_pool = tl.load(addresses + layers + layer).to(tl.pointer_type(kind))
-    values = here + heads * dim
-    tl.store(v_pool + there, tl.load(values, real), real)
-    tl.store(v_pool + there + dim // 2, tl.load(values + dim // 2, real), real)
+    v_pool = tl.load(addresses + layers + layer).to(tl.pointer_type(dtype))
+    values = src + heads * dim
+    tl.store(v_pool + dst, tl.load(values, mask), mask)
+    tl.store(v_pool + dst + dim // 2, tl.load(values + dim // 2, mask), mask)

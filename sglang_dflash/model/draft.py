@@ -60,15 +60,15 @@ class DFlashDraftModel(nn.Module):
             self.mask_embedding: Tensor
         self.head: DraftHead = family.head(dflash)
         self.vocabulary: Vocabulary
-        self.weigh: bool
+        self.return_probs: bool
 
-    def bind(self, target: Any, kernels: Kernels, weigh: bool, width: int) -> None:
+    def bind(self, target: Any, kernels: Kernels, return_probs: bool, width: int) -> None:
         """Take the target's vocabulary.
 
-        weigh: compute the probability of each draft, too; width: positions that the draft reads at
-        once.
+        return_probs: compute the probability of each draft, too; width: positions that the draft
+        reads at once.
         """
-        self.weigh = weigh
+        self.return_probs = return_probs
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
@@ -109,7 +109,7 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        packed = self.head.predict(hidden, input_ids, self.weigh).pack()
+        packed = self.head.predict(hidden, input_ids, self.return_probs).pack()
         if self.head.rank_local:
             packed = self.vocabulary.of_first_rank(packed)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=packed)

@@ -33,10 +33,10 @@ class DraftHead(nn.Module):
         self.embed = embed
         self.width = width
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         """Choose the drafts of B blocks, one block after another: [B * drafts].
 
-        hidden: [n, H], final-normed, n = B * N; token_ids: [n] int64, anchors and masks; weigh:
-        compute the probability of each draft, too.
+        hidden: [n, H], final-normed, n = B * N; token_ids: [n] int64, anchors and masks;
+        return_probs: compute the probability of each draft, too.
         """
         raise NotImplementedError

@@ -47,9 +47,9 @@ class Predicted(NamedTuple):
         return torch.stack([self.ids, bits], dim=1)
 
     @classmethod
-    def unpack(cls, packed: Tensor, weighed: bool) -> Predicted:
-        """The views of what `pack` made, [.., 2] if `weighed`."""
-        if not weighed:
+    def unpack(cls, packed: Tensor, with_probs: bool) -> Predicted:
+        """The views of what `pack` made, [.., 2] if `with_probs`."""
+        if not with_probs:
             return cls(packed, None)
         ids, bits = packed.unbind(-1)
         probabilities = bits.int().view(torch.float32)
@@ -97,13 +97,15 @@ class Vocabulary:
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))
 
-    def predict(self, hidden: Tensor, weigh: bool) -> Predicted:
+    def predict(self, hidden: Tensor, return_probs: bool) -> Predicted:
         """Predict the token at each position by itself: that of the largest logit.
 
         hidden: [n, H]. Soft-capping and positive factors of the logits do not change which logit is
         the largest.
         """
-        parts = [self.largest(self.logits(tokens), weigh) for tokens in hidden.split(TOKEN_CHUNK)]
+        parts = [
+            self.largest(self.logits(tokens), return_probs) for tokens in hidden.split(TOKEN_CHUNK)
+        ]
         return Predicted.cat(parts)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,36 +113,36 @@ class Vocabulary:
         logits: Tensor = self._processor._compute_lm_head(hidden, self.lm_head)
         return logits[:, : self.columns]
 
-    def largest(self, logits: Tensor, weigh: bool) -> Predicted:
+    def largest(self, logits: Tensor, return_probs: bool) -> Predicted:
         """The token of the largest logit, the lowest id on a tie, the same on every rank.
 
         logits: [n, columns] of this rank.
         """
-        return self._agreed(self._kernels.largest(logits, weigh))
+        return self._agreed(self._kernels.largest(logits, return_probs))
 
     def biased_largest(
-        self, logits: Tensor, latent: Tensor, weight: Tensor, weigh: bool
+        self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool
     ) -> Predicted:
         """As `largest`, of `logits + latent @ weight.T`.
 
         latent: [n, r]; weight: [columns, r] of this rank.
         """
-        return self._agreed(self._kernels.biased_largest(logits, latent, weight, weigh))
+        return self._agreed(self._kernels.biased_largest(logits, latent, weight, return_probs))
 
     def _agreed(self, found: Largest) -> Predicted:
         """Ranks exchange a few numbers per token, never the logits."""
-        index, value, mass = found
+        index, value, sum_exp = found
         if self._ranks == 1:
-            weights = None if mass is None else mass.reciprocal()
+            weights = None if sum_exp is None else sum_exp.reciprocal()
             return Predicted(self._target_ids(index), weights)
         # float32 holds ids below 2**24 exactly
-        ours = [value, (index + self.first_id).float()] + ([] if mass is None else [mass])
+        ours = [value, (index + self.first_id).float()] + ([] if sum_exp is None else [sum_exp])
         best = torch.stack(ours, dim=1)
         ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
         first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
         value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
         weights = None
-        if mass is not None:
+        if sum_exp is not None:
             weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
         return Predicted(self._target_ids(index.long()), weights)
 

@@ -69,7 +69,7 @@ class Drafter:
             seq_lens,
             seq_lens_cpu,
         )
-        drafts, probabilities = Predicted.unpack(drafts, self._runner.model.weigh)
+        drafts, probabilities = Predicted.unpack(drafts, self._runner.model.return_probs)
         # This copies the drafts: the graphs of draft and target share memory.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return Block(token_ids, positions, slots, probabilities)

@@ -72,7 +72,7 @@ class TargetSampler:
     def _draw(
         self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
     ) -> Tensor:
-        greedy = self._kernels.largest(logits).column
+        greedy = self._kernels.largest(logits).argmax
         info = batch.sampling_info
         if info.is_all_greedy:
             return greedy

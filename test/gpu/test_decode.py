@@ -228,13 +228,13 @@ def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
     logits = torch.randn(rows, 152_064, device="cuda").to(dtype)[:, :151_936]
     best = logits.argmax(dim=-1)
     value = logits.gather(1, best[:, None]).float()
-    for weigh in (False, True):
-        ours = launch_largest(logits, weigh)
+    for return_probs in (False, True):
+        ours = launch_largest(logits, return_probs)
         assert torch.equal(ours[0], best)
         assert torch.equal(ours[1], value[:, 0])
-        if weigh:
-            mass = (logits.float() - value).exp().sum(dim=-1)
-            torch.testing.assert_close(ours[2], mass, rtol=1e-4, atol=0)
+        if return_probs:
+            sum_exp = (logits.float() - value).exp().sum(dim=-1)
+            torch.testing.assert_close(ours[2], sum_exp, rtol=1e-4, atol=0)
 
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
@@ -250,13 +250,13 @@ def test_kernel_of_the_largest_biased_logit(rows: int, dtype: torch.dtype) -> No
     biased = logits.float() + latent.float() @ weight.float().T
     value = biased.amax(dim=-1, keepdim=True)
     first = (biased == value).float().argmax(dim=-1)
-    for weigh in (False, True):
-        ours = launch_biased_largest(logits, latent, weight, weigh)
+    for return_probs in (False, True):
+        ours = launch_biased_largest(logits, latent, weight, return_probs)
         assert torch.equal(ours[0], first)
         assert torch.equal(ours[1], value[:, 0])
-        if weigh:
-            mass = (biased - value).exp().sum(dim=-1)
-            torch.testing.assert_close(ours[2], mass, rtol=1e-4, atol=0)
+        if return_probs:
+            sum_exp = (biased - value).exp().sum(dim=-1)
+            torch.testing.assert_close(ours[2], sum_exp, rtol=1e-4, atol=0)
 
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")

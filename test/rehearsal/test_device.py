@@ -276,24 +276,26 @@ def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("size", [5, 4096, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weigh", [True, False])
-def test_the_largest_logit_equals_its_twin(size: int, dtype: torch.dtype, weigh: bool) -> None:
+@pytest.mark.parametrize("return_probs", [True, False])
+def test_the_largest_logit_equals_its_twin(
+    size: int, dtype: torch.dtype, return_probs: bool
+) -> None:
     torch.manual_seed(size)
     asked = logits(9, size, dtype)
-    ours, twin = launch_largest(asked, weigh), largest_in_torch(asked.cpu(), weigh)
+    ours, twin = launch_largest(asked, return_probs), largest_in_torch(asked.cpu(), return_probs)
     assert torch.equal(ours[0].cpu(), twin[0])
     sane = slice(4, None)
     assert torch.equal(ours[1].cpu()[sane], twin[1][sane])
-    assert (ours[2] is None) == (twin[2] is None) == (not weigh)
+    assert (ours[2] is None) == (twin[2] is None) == (not return_probs)
     if ours[2] is not None and twin[2] is not None:
         torch.testing.assert_close(ours[2].cpu()[sane], twin[2][sane])
         torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 5, 3), (9, 1000, 200), (40, 10_000, 16)])
-@pytest.mark.parametrize("weigh", [True, False])
+@pytest.mark.parametrize("return_probs", [True, False])
 def test_the_largest_biased_logit_equals_its_twin(
-    tokens: int, size: int, rank: int, weigh: bool
+    tokens: int, size: int, rank: int, return_probs: bool
 ) -> None:
     """Whole numbers, so that both sum without error and ties are ties. Tokens are apart in memory.
 
@@ -303,11 +305,11 @@ def test_the_largest_biased_logit_equals_its_twin(
     made = torch.randint(-9, 9, (tokens, 2, size + 7)).float()[:, 1, :size]
     made[0, size - 1] = float("nan")
     latent, weight = (torch.randint(-1, 2, (n, rank)).float() for n in (tokens, size))
-    ours = launch_biased_largest(made.to(CUDA), latent.to(CUDA), weight.to(CUDA), weigh)
-    twin = biased_largest_in_torch(made, latent, weight, weigh)
+    ours = launch_biased_largest(made.to(CUDA), latent.to(CUDA), weight.to(CUDA), return_probs)
+    twin = biased_largest_in_torch(made, latent, weight, return_probs)
     assert torch.equal(ours[0].cpu(), twin[0])
     assert torch.equal(ours[1].cpu()[1:], twin[1][1:])
-    assert (ours[2] is None) == (twin[2] is None) == (not weigh)
+    assert (ours[2] is None) == (twin[2] is None) == (not return_probs)
     if ours[2] is not None and twin[2] is not None:
         torch.testing.assert_close(ours[2].cpu()[1:], twin[2][1:])
 
@@ -326,7 +328,7 @@ def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     weight = torch.empty(10_000, 64, device=CUDA)
     for rows in (1, 3, 16, 100, 768, 5000):
         logits = torch.empty(rows, 10_000, device=CUDA)
-        argmax.launch_largest(logits, weigh=False)
+        argmax.launch_largest(logits, return_probs=False)
         launch_biased_largest(logits, weight[:rows], weight)
     assert len(seen) == 4  # two reductions of other upper bounds
 

@@ -295,8 +295,9 @@ def test_nothing_is_held_twice(meter: Meter, pairs: dict[str, Path]) -> None:
         (
             "of the draft",
             "model.draft:DFlashDraftModel.bind",
-            "self.weigh = weigh",
-            "self.weigh, self.copied = weigh, nn.Parameter(target.lm_head.weight.clone())",
+            "self.return_probs = return_probs",
+            "self.return_probs = return_probs; "
+            "self.copied = nn.Parameter(target.lm_head.weight.clone())",
         ),
         ("besides", "model.context_kv:ContextKV._stack", "self._attention[0].q_size", "0"),
     ],

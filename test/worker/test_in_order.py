@@ -79,7 +79,7 @@ def test_logits_of_another_dtype() -> None:
     torch.manual_seed(2)
     logits, latent, weight = torch.randn(3, 50), torch.randn(3, 8), torch.randn(50, 8)
     exact = logits + latent.bfloat16().float() @ weight.bfloat16().float().T
-    for weigh in (False, True):
-        found = biased_largest_in_torch(logits, latent.bfloat16(), weight.bfloat16(), weigh)
-        assert torch.equal(found.column, exact.argmax(dim=1))
+    for return_probs in (False, True):
+        found = biased_largest_in_torch(logits, latent.bfloat16(), weight.bfloat16(), return_probs)
+        assert torch.equal(found.argmax, exact.argmax(dim=1))
         torch.testing.assert_close(found.value, exact.amax(dim=1), atol=0.05, rtol=0)

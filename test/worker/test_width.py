@@ -110,8 +110,8 @@ def test_a_probability_that_is_no_number_counts_as_0(
         blocks: list[Block] = []
         predict = model.vocabulary.predict
 
-        def garbled(hidden: torch.Tensor, weigh: bool) -> Predicted:
-            predicted: Predicted = predict(hidden, weigh)
+        def garbled(hidden: torch.Tensor, return_probs: bool) -> Predicted:
+            predicted: Predicted = predict(hidden, return_probs)
             lost = torch.full(predicted.ids.shape, float("nan"))
             return predicted._replace(probabilities=lost)
 

@@ -15,8 +15,8 @@ class Head(DraftHead):
         super().bind(*given)
         self.rank_local = self.vocabulary.whole_head
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        return self.vocabulary.predict(self.drafting(hidden), weigh)
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+        return self.vocabulary.predict(self.drafting(hidden), return_probs)
 
     def drafting(self, hidden: Tensor) -> Tensor:
         """The hidden states that drafts are predicted from: [n, H] -> [B * drafts, H]."""

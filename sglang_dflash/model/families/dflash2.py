@@ -120,7 +120,7 @@ class Selection(SequentialHead):
         super().bind(*given)
         self.candidate_selector.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         """As `SequentialHead.blocks`. A draft's probability is its weight among the candidates."""
         anchors, drafting = token_ids[:, :1], hidden[:, self.config.first_drafting :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
@@ -134,7 +134,7 @@ class Selection(SequentialHead):
             path.append(at)
         steps = torch.cat(path, dim=1)[:, :, None]  # [B, S + 1, 1]
         drafts = ids.gather(2, steps[:, 1:]).flatten()
-        if not weigh:
+        if not return_probs:
             return Predicted(drafts, None)
         taken = steps[:, :-1, :, None].expand(-1, -1, -1, self.candidate_selector.top_k)
         weights = scores.gather(2, taken).softmax(dim=3).amax(dim=3)  # [B, S, 1]

@@ -71,7 +71,7 @@ class PrefixChain(SequentialHead):
         super().bind(*given)
         self.vocabulary.fit_output(self.embed_proj.get_parameter("2.weight"))
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
         predicting = slice(0, self.width - 1) if self.family.shifted else slice(1, self.width)
         hidden = hidden[:, predicting].contiguous()
@@ -84,10 +84,10 @@ class PrefixChain(SequentialHead):
         for n in range(self.width - 1):
             state = self.prefix_gru(self.embed(token), state)
             if n < self.family.pure_prefix:
-                draft = self.vocabulary.largest(logits[n], weigh)
+                draft = self.vocabulary.largest(logits[n], return_probs)
             else:
                 inner = F.silu(torch.addmm(of_hidden[n], state, by_state))
-                draft = self.vocabulary.biased_largest(logits[n], inner, outer, weigh)
+                draft = self.vocabulary.biased_largest(logits[n], inner, outer, return_probs)
             drafts.append(draft)
             token = draft.ids
         return Predicted.of_blocks(drafts)

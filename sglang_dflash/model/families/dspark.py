@@ -129,7 +129,7 @@ class Chain(SequentialHead):
         super().bind(*given)
         self.markov_head.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         markov, confidence = self.markov_head, self.confidence_head
         first = self.config.first_drafting
         of_hidden = markov.of_hidden(hidden).unbind(1)
@@ -144,13 +144,13 @@ class Chain(SequentialHead):
             if position < first:
                 continue  # the head's state advances, and the anchor is also before the first draft
             biased = self.vocabulary.biased_largest(
-                logits[position - first], latent, w2, weigh and confidence is None
+                logits[position - first], latent, w2, return_probs and confidence is None
             )
             token = biased.ids
             drafts.append(biased)
             markov_rows.append(row)
         found = Predicted.of_blocks(drafts)
-        if not weigh or confidence is None:
+        if not return_probs or confidence is None:
             return found
         before = torch.stack(markov_rows, dim=1).flatten(0, 1)
         return Predicted(found.ids, confidence(drafting.flatten(0, 1), before))
@@ -167,9 +167,9 @@ class Confident(dflash.Head):
         super().bind(*given)
         self.rank_local = True
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
-        ids = super().predict(hidden, token_ids, weigh=False).ids
-        return Predicted(ids, self.confidence_head(self.drafting(hidden)) if weigh else None)
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+        ids = super().predict(hidden, token_ids, return_probs=False).ids
+        return Predicted(ids, self.confidence_head(self.drafting(hidden)) if return_probs else None)
 
 
 def head(config: DFlashConfig) -> DraftHead:

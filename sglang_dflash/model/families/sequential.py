@@ -16,14 +16,14 @@ from sglang_dflash.model.lm_head import TOKEN_CHUNK, Predicted
 class SequentialHead(DraftHead):
     """Walks over the positions of blocks."""
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         size = max(1, TOKEN_CHUNK // self.width)  # blocks whose logits are alive at once
         states = hidden.view(-1, self.width, hidden.shape[1]).split(size)
         ids = token_ids.view(-1, self.width).split(size)
-        parts = [self.blocks(*blocks, weigh) for blocks in zip(states, ids, strict=True)]
+        parts = [self.blocks(*blocks, return_probs) for blocks in zip(states, ids, strict=True)]
         return Predicted.cat(parts)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, weigh: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         """The drafts of B blocks, [B * drafts].
 
         hidden: [B, N, H]; token_ids: [B, N] int64.
