@@ -38,8 +38,8 @@ def environment(folder: Path) -> dict[str, str]:
 def pretend() -> None:
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as all else here
     sys.setdlopenflags(os.RTLD_LAZY)  # the driver's functions are neither called nor looked up
-    from test.rehearsal.device import cuda, kernels, twins
+    from test.rehearsal.device import compiled, cuda, kernels
 
     cuda.pretend()
     kernels.pretend()
-    twins.pretend()
+    compiled.pretend()
