@@ -1,4 +1,4 @@
-"""The slots that a paged allocation takes: a twin of SGLang's Triton kernel, on the host."""
+"""The slots that a paged allocation takes: SGLang's Triton kernel, on the host."""
 
 from __future__ import annotations
 

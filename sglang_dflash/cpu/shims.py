@@ -1,4 +1,4 @@
-"""Torch twins, for the CPU, of functions that SGLang has only as Triton or compiled code."""
+"""Torch versions, for the CPU, of functions that SGLang has only as Triton or compiled code."""
 
 from __future__ import annotations
 

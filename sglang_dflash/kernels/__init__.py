@@ -1,6 +1,6 @@
 """Triton kernels, chosen once by `Kernels.on`.
 
-A kernel whose result a CPU needs, too, is beside its torch twin.
+A kernel whose result a CPU needs, too, is beside its reference implementation in torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def on(cls, device: str) -> Kernels:
-        """device: its type, "cuda" for Triton. Any other device runs the torch twins."""
+        """device: its type, "cuda" for Triton. Any other device runs the references."""
         if device == "cuda":
             return cls(
                 next_block=next_block.launch_next_block,

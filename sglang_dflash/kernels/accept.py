@@ -18,7 +18,7 @@ def launch_accept(
     max_len: int,
     simulated: Tensor | None = None,
 ) -> Accepted:
-    """Apply the rule of `core.acceptance`, or accept a simulated number of drafts.
+    """Apply the rule of `method.acceptance`, or accept a simulated number of drafts.
 
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, contiguous; slots:
     [B, w] int64, KV slots of the block; seq_lens: [B] int64, tokens before the anchor; max_len:
@@ -60,7 +60,7 @@ def accept_in_torch(
     max_len: int,
     simulated: Tensor | None = None,
 ) -> Accepted:
-    """The twin of `launch_accept`."""
+    """The reference of `launch_accept`."""
     if simulated is None:
         num_accepted, bonus = accept(block, target_ids)
     else:

@@ -58,7 +58,7 @@ def reduce_parts(partial: Largest, parts: int, most_parts: int) -> Largest:
 
 
 def largest_in_torch(logits: Tensor, return_probs: bool = False) -> Largest:
-    """The twin of `launch_largest`."""
+    """The reference of `launch_largest`."""
     index = logits.argmax(dim=-1)
     value = logits.gather(1, index[:, None]).squeeze(1).float()
     sum_exp = (logits.float() - value[:, None]).exp_().sum(dim=-1) if return_probs else None

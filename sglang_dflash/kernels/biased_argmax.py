@@ -53,7 +53,7 @@ def launch_biased_largest(
 def biased_largest_in_torch(
     logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool = False
 ) -> Largest:
-    """The twin of `launch_biased_largest`."""
+    """The reference of `launch_biased_largest`."""
     return largest_in_torch(_biased(logits, latent, weight), return_probs)
 
 

@@ -58,7 +58,7 @@ def next_block_in_torch(
     block_size: int,
     mask_token_id: int,
 ) -> NextBlock:
-    """The twin of `launch_next_block`."""
+    """The reference of `launch_next_block`."""
     positions = block_positions(seq_lens, block_size)
     token_ids = torch.full_like(positions, mask_token_id)
     token_ids[:, 0] = anchors

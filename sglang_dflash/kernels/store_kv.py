@@ -54,7 +54,7 @@ def launch_store_kv(
 def store_kv_in_torch(
     kv: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, slots: Tensor, pools: Pools
 ) -> None:
-    """The twin of `launch_store_kv`. It writes the dummy slot, which nobody reads."""
+    """The reference of `launch_store_kv`. It writes the dummy slot, which nobody reads."""
     k, v = kv.unbind(2)  # [n, L, heads, D]
     k32 = k.float()
     k32 = k32 * torch.rsqrt(k32.pow(2).mean(-1, keepdim=True) + eps)

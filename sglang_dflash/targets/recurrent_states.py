@@ -26,7 +26,7 @@ from sglang_dflash.targets.replay_states import Copies, Layer, Weights, replay_o
 
 class RecurrentStates:
     def __init__(self, runner: Any, replay: Callable[..., None]) -> None:
-        """runner: the target's ModelRunner; replay: `launch_replay_states`, or its twin."""
+        """runner: the target's ModelRunner; replay: `launch_replay_states`, or its reference."""
         rows = runner.req_to_token_pool
         self._slots = rows.req_index_to_mamba_index_mapping
         self._replay = replay

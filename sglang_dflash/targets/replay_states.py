@@ -105,7 +105,7 @@ def _addresses(tensors: list[Tensor]) -> Tensor:
 
 
 def replay_on(device: str) -> Callable[..., None]:
-    """`launch_replay_states`, or its twin where Triton does not run. device: its type."""
+    """`launch_replay_states`, or its reference where Triton does not run. device: its type."""
     return launch_replay_states if device == "cuda" else replay_states_in_torch
 
 

@@ -177,7 +177,7 @@ def test_the_last_block_ends_behind_the_context(backend: str, page: int) -> None
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_context_kv_kernel(dtype: torch.dtype, dim: int) -> None:
-    """The compiled kernel against its twin."""
+    """The compiled kernel against its reference."""
     torch.manual_seed(0)
     n, layers, heads, size = 300, 5, 8, 4096
     kv = torch.randn(n, layers, 2, heads, dim, device="cuda").to(dtype)
@@ -202,7 +202,7 @@ def test_context_kv_kernel(dtype: torch.dtype, dim: int) -> None:
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
 @pytest.mark.parametrize("given", [True, False])
 def test_kernels_of_a_step(given: bool) -> None:
-    """The compiled kernels of acceptance and of the next block equal their twins."""
+    """The compiled kernels of acceptance and of the next block equal their references."""
     torch.manual_seed(0)
     rows, width = 48, 16
     drawn, block = torch.randint(3, (2, rows, width), device="cuda")
@@ -211,12 +211,14 @@ def test_kernels_of_a_step(given: bool) -> None:
     lens = torch.randint(90, (rows,), device="cuda")
     slots = torch.randint(1, 99, (rows, 20), device="cuda")[:, :width]
     asked = block, drawn, slots, lens, 80, count
-    for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
-        assert torch.equal(ours, twin)
+    for ours, reference in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
+        assert torch.equal(ours, reference)
     table = torch.randint(1000, (rows, 128), dtype=torch.int32, device="cuda")
     behind = drawn[:, 0].contiguous(), lens, torch.randperm(rows, device="cuda"), table, width, 150
-    for ours, twin in zip(launch_next_block(*behind), next_block_in_torch(*behind), strict=True):
-        assert torch.equal(ours, twin)
+    for ours, reference in zip(
+        launch_next_block(*behind), next_block_in_torch(*behind), strict=True
+    ):
+        assert torch.equal(ours, reference)
 
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")

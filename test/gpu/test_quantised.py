@@ -1,4 +1,4 @@
-"""Quantised drafts on a GPU have the acceptance of their dequantised twins.
+"""Quantised drafts on a GPU have the acceptance of the same drafts dequantised.
 
 The bundled draft is quantised here, round to nearest, in the layouts that fp8, AWQ and GPTQ
 checkpoints have.
@@ -89,7 +89,7 @@ METHODS: dict[str, tuple[Callable[[Tensor], tuple[dict[str, Tensor], Tensor]], d
 
 
 def write_pair(folder: Path, method: str) -> tuple[Path, Path]:
-    """The quantised draft and its dequantised twin."""
+    """The quantised draft, and the same one dequantised."""
     store, described = METHODS[method]
     config = json.loads((DRAFT / "config.json").read_text())
     quantised, plain = {}, {}

@@ -209,7 +209,7 @@ def test_attention_equals_torch(causal: bool, left: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("layers", "ropes"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (1, 96), (3, 64), (1, 256)])
-def test_context_kv_equals_its_twin(
+def test_context_kv_equals_its_reference(
     dtype: torch.dtype, layers: int, ropes: int, heads: int, dim: int
 ) -> None:
     """The kernel runs in Triton's interpreter."""
@@ -229,17 +229,17 @@ def test_context_kv_equals_its_twin(
         store(kv, *given, store_kv.Pools.of(*pools))
         written.append([torch.stack(each).cpu() for each in pools])
     assert not any(pool[:, 0].any() for pool in written[1])
-    (k_twin, v_twin), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
-    assert torch.equal(v_twin, v_kernel)
-    written_to = v_twin.abs().sum(dim=(0, 2, 3)).nonzero().squeeze(1) + 1
+    (k_torch, v_torch), (k_kernel, v_kernel) = ([p[:, 1:] for p in pair] for pair in written)
+    assert torch.equal(v_torch, v_kernel)
+    written_to = v_torch.abs().sum(dim=(0, 2, 3)).nonzero().squeeze(1) + 1
     assert written_to.tolist() == slots[slots > 0].sort().values.tolist()
-    unit = torch.finfo(dtype).eps * k_twin.abs().max().item()  # two roundings, and cancellation
-    torch.testing.assert_close(k_twin, k_kernel, rtol=0, atol=2 * unit)
+    unit = torch.finfo(dtype).eps * k_torch.abs().max().item()  # two roundings, and cancellation
+    torch.testing.assert_close(k_torch, k_kernel, rtol=0, atol=2 * unit)
 
 
 @pytest.mark.parametrize("width", [1, 5, 16])
 @pytest.mark.parametrize("given", [True, False])
-def test_acceptance_equals_its_twin(width: int, given: bool) -> None:
+def test_acceptance_equals_its_reference(width: int, given: bool) -> None:
     torch.manual_seed(width)
     rows = 40
     drawn = torch.randint(3, (rows, width), device=CUDA)
@@ -248,20 +248,20 @@ def test_acceptance_equals_its_twin(width: int, given: bool) -> None:
     block[::2, 1:] = drawn[::2, :-1]
     count = torch.randint(width, (rows,), device=CUDA) if given else None
     asked = block, drawn, slots, torch.randint(90, (rows,), device=CUDA), 80, count
-    for ours, twin in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
-        assert torch.equal(ours.cpu(), twin.cpu())
+    for ours, reference in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
+        assert torch.equal(ours.cpu(), reference.cpu())
 
 
 @pytest.mark.parametrize("size", [2, 7, 16])
-def test_the_next_block_equals_its_twin(size: int) -> None:
+def test_the_next_block_equals_its_reference(size: int) -> None:
     torch.manual_seed(size)
     rows = 5
     table = torch.randint(1000, (9, 64), dtype=torch.int32, device=CUDA)
     lens = torch.randint(64 - size, (rows,), device=CUDA)
     where = torch.randperm(9, device=CUDA)[:rows]
     asked = lens * 2, lens, where, table, size, 150
-    for ours, twin in zip(launch_next_block(*asked), next_block_in_torch(*asked), strict=True):
-        assert torch.equal(ours.cpu(), twin.cpu())
+    for ours, reference in zip(launch_next_block(*asked), next_block_in_torch(*asked), strict=True):
+        assert torch.equal(ours.cpu(), reference.cpu())
 
 
 def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -277,24 +277,27 @@ def logits(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("size", [5, 4096, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("return_probs", [True, False])
-def test_the_largest_logit_equals_its_twin(
+def test_the_largest_logit_equals_its_reference(
     size: int, dtype: torch.dtype, return_probs: bool
 ) -> None:
     torch.manual_seed(size)
     asked = logits(9, size, dtype)
-    ours, twin = launch_largest(asked, return_probs), largest_in_torch(asked.cpu(), return_probs)
-    assert torch.equal(ours[0].cpu(), twin[0])
+    ours, reference = (
+        launch_largest(asked, return_probs),
+        largest_in_torch(asked.cpu(), return_probs),
+    )
+    assert torch.equal(ours[0].cpu(), reference[0])
     sane = slice(4, None)
-    assert torch.equal(ours[1].cpu()[sane], twin[1][sane])
-    assert (ours[2] is None) == (twin[2] is None) == (not return_probs)
-    if ours[2] is not None and twin[2] is not None:
-        torch.testing.assert_close(ours[2].cpu()[sane], twin[2][sane])
+    assert torch.equal(ours[1].cpu()[sane], reference[1][sane])
+    assert (ours[2] is None) == (reference[2] is None) == (not return_probs)
+    if ours[2] is not None and reference[2] is not None:
+        torch.testing.assert_close(ours[2].cpu()[sane], reference[2][sane])
         torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 5, 3), (9, 1000, 200), (40, 10_000, 16)])
 @pytest.mark.parametrize("return_probs", [True, False])
-def test_the_largest_biased_logit_equals_its_twin(
+def test_the_largest_biased_logit_equals_its_reference(
     tokens: int, size: int, rank: int, return_probs: bool
 ) -> None:
     """Whole numbers, so that both sum without error and ties are ties. Tokens are apart in memory.
@@ -306,12 +309,12 @@ def test_the_largest_biased_logit_equals_its_twin(
     made[0, size - 1] = float("nan")
     latent, weight = (torch.randint(-1, 2, (n, rank)).float() for n in (tokens, size))
     ours = launch_biased_largest(made.to(CUDA), latent.to(CUDA), weight.to(CUDA), return_probs)
-    twin = biased_largest_in_torch(made, latent, weight, return_probs)
-    assert torch.equal(ours[0].cpu(), twin[0])
-    assert torch.equal(ours[1].cpu()[1:], twin[1][1:])
-    assert (ours[2] is None) == (twin[2] is None) == (not return_probs)
-    if ours[2] is not None and twin[2] is not None:
-        torch.testing.assert_close(ours[2].cpu()[1:], twin[2][1:])
+    reference = biased_largest_in_torch(made, latent, weight, return_probs)
+    assert torch.equal(ours[0].cpu(), reference[0])
+    assert torch.equal(ours[1].cpu()[1:], reference[1][1:])
+    assert (ours[2] is None) == (reference[2] is None) == (not return_probs)
+    if ours[2] is not None and reference[2] is not None:
+        torch.testing.assert_close(ours[2].cpu()[1:], reference[2][1:])
 
 
 def test_no_number_of_rows_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_torch_equals_the_kernels(pair: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_replay_equals_its_twin(dtype: torch.dtype) -> None:
+def test_the_replay_equals_its_reference(dtype: torch.dtype) -> None:
     """Sizes that are no powers of two, layers apart in memory, and unequal numbers of tokens."""
     drawn = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Torch twins on the CPU, compared with the kernels that they replace."""
+"""Torch versions for the CPU, compared with the kernels that they replace."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_murmur_hash32_equals_the_triton_kernel() -> None:
     code = """
 import torch
 from sglang.srt.layers.utils.hash import murmur_hash32 as kernel
-from sglang_dflash.cpu.shims import murmur_hash32 as twin
+from sglang_dflash.cpu.shims import murmur_hash32
 seeds = torch.tensor([0, 42, -1, 2**40 + 17], dtype=torch.int64).to(torch.uint64)
 positions, columns = torch.tensor([0, 1, 99, 2**31 - 1]), torch.arange(2050)
-assert torch.equal(kernel(seeds, positions, columns), twin(seeds, positions, columns))
+assert torch.equal(kernel(seeds, positions, columns), murmur_hash32(seeds, positions, columns))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

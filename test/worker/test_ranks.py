@@ -49,7 +49,7 @@ def serve(rank: int, target: str, draft: str, port: int | None, **flags: Any) ->
 
 
 def fuse() -> None:
-    """Let SGLang fuse all-reduces where its flag says so, with a twin of FlashInfer's kernel."""
+    """Let SGLang fuse all-reduces where its flag says so, with FlashInfer's kernel in torch."""
 
     def reduced_and_normed(
         input_tensor: Any, residual: Any, weight: Any, eps: float, **_: Any

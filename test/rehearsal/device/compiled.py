@@ -1,4 +1,4 @@
-"""Torch twins of the compiled kernels that SGLang calls: sgl_kernel's, its own and FlashInfer's."""
+"""References of the compiled kernels that SGLang calls: sgl_kernel's, its own, FlashInfer's."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from test.rehearsal.device.attention import (
 )
 
 
-def kernel(name: str, twin: Callable[..., None]) -> Callable[..., None]:
+def kernel(name: str, reference: Callable[..., None]) -> Callable[..., None]:
     """A launch of a kernel that writes into its arguments."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         for tensor in memory.tensors_in([*args, *kwargs.values()]):
             if not memory.on_device(tensor) and tensor.numel():
                 raise memory.DeviceError(f"{name} is given the host tensor ({memory.caller()})")
-        _launch(name, twin, args, kwargs)
+        _launch(name, reference, args, kwargs)
 
     return launch
 
 
-def kernel_between(name: str, twin: Callable[..., None]) -> Callable[..., None]:
+def kernel_between(name: str, reference: Callable[..., None]) -> Callable[..., None]:
     """The same for a kernel that copies between the device and pinned host memory."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         for tensor in memory.tensors_in([*args, *kwargs.values()]):
             if not memory.on_device(tensor) and not memory.is_pinned(tensor):
                 raise memory.DeviceError(f"{name} is given pageable memory ({memory.caller()})")
-        _launch(name, twin, args, kwargs)
+        _launch(name, reference, args, kwargs)
 
     return launch
 
 
-def _launch(name: str, twin: Callable[..., None], args: Any, kwargs: Any) -> None:
+def _launch(name: str, reference: Callable[..., None], args: Any, kwargs: Any) -> None:
     def run() -> None:
         with memory.inside():
-            twin(*args, **kwargs)
+            reference(*args, **kwargs)
 
     run()
     memory.launched(name, run)
@@ -207,7 +207,7 @@ def load_jit(*marks: str, **_: Any) -> SimpleNamespace:
         assert kind == "silu"
         silu_and_mul(x, out)
 
-    twins: dict[str, dict[str, Callable[..., None]]] = {
+    references: dict[str, dict[str, Callable[..., None]]] = {
         "qknorm": {"qknorm": qk_norm},
         "rmsnorm": {"rmsnorm": rms_norm},
         "fused_add_rmsnorm": {"fused_add_rmsnorm": fused_add_rms_norm},
@@ -220,11 +220,11 @@ def load_jit(*marks: str, **_: Any) -> SimpleNamespace:
     if marks[0] == "hicache":
         copies = {"launch_one": load_layer, "launch_all": _back_up(int(marks[1]))}
         return SimpleNamespace(
-            **{name: kernel_between(f"jit:{name}", twin) for name, twin in copies.items()}
+            **{name: kernel_between(f"jit:{name}", reference) for name, reference in copies.items()}
         )
-    if marks[0] not in twins:
-        raise memory.DeviceError(f"no twin of the kernels {marks}")
-    return SimpleNamespace(**{n: kernel(f"jit:{n}", t) for n, t in twins[marks[0]].items()})
+    if marks[0] not in references:
+        raise memory.DeviceError(f"no reference of the kernels {marks}")
+    return SimpleNamespace(**{n: kernel(f"jit:{n}", t) for n, t in references[marks[0]].items()})
 
 
 def _flashinfer_prefill(backend: str) -> SimpleNamespace:
@@ -240,7 +240,7 @@ def _spec(module: SimpleNamespace) -> SimpleNamespace:
 
 
 def pretend() -> None:
-    memory.TWINS |= {
+    memory.REFERENCES |= {
         "sgl_kernel::fwd": flash_attention_3,
         "sgl_kernel::rmsnorm": lambda out, x, w, eps, _: rms_norm(x, w, out, eps),
         "sgl_kernel::fused_add_rmsnorm": lambda x, r, w, eps, _: fused_add_rms_norm(x, r, w, eps),
@@ -278,7 +278,7 @@ def _pretend_flashinfer() -> None:
     from flashinfer.jit.utils import filename_safe_dtype_map
     from flashinfer.mla import _core as mla
 
-    filename_safe_dtype_map[torch.float32] = "f32"  # its kernels do not support fp32; the twins do
+    filename_safe_dtype_map[torch.float32] = "f32"  # FlashInfer's own kernels do not support fp32
     prefill.gen_batch_prefill_module = lambda backend, *_: _spec(_flashinfer_prefill(backend))
     latent = FlashInferLatent()
     run = kernel("flashinfer:mla_run", latent.run)
@@ -292,15 +292,15 @@ def _pretend_flashinfer() -> None:
         "gemma_rmsnorm": gemma_rms_norm,
         "gemma_fused_add_rmsnorm": gemma_fused_add_rms_norm,
     }
-    norms = {name: kernel(f"flashinfer:{name}", twin) for name, twin in norms.items()}
+    norms = {name: kernel(f"flashinfer:{name}", reference) for name, reference in norms.items()}
     norm.gen_norm_module = lambda: _spec(SimpleNamespace(**norms))
     sampling.get_seed_and_offset = lambda *_: (0, 0)  # the device's own generator
     drawn = {"top_k_top_p_sampling_from_probs": top_k_top_p_sampling}
-    drawn = {name: kernel(f"flashinfer:{name}", twin) for name, twin in drawn.items()}
+    drawn = {name: kernel(f"flashinfer:{name}", reference) for name, reference in drawn.items()}
     sampling.gen_sampling_module = lambda: _spec(SimpleNamespace(**drawn))
 
     def refuse(spec: Any) -> None:
-        raise memory.DeviceError(f"no twin of {spec.name}")
+        raise memory.DeviceError(f"no reference of {spec.name}")
 
     JitSpec.build_and_load = refuse
 

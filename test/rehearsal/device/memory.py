@@ -213,7 +213,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-TWINS: dict[str, Callable[..., Any]] = {}  # of operations that a CPU does not have, by name
+REFERENCES: dict[str, Callable[..., Any]] = {}  # of operations that a CPU does not have, by name
 
 
 BODIES: dict[str, Callable[..., Any]] = {}  # of operations that are written in Python
@@ -294,7 +294,7 @@ class DeviceMode(TorchDispatchMode):
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
         self._check(name, args, kwargs, given, here)
-        run = TWINS.get(f"{namespace}::{name}", func)
+        run = REFERENCES.get(f"{namespace}::{name}", func)
         with inside():
             result = run(*args, **kwargs)
         results = result if isinstance(result, (list, tuple)) else [result]
