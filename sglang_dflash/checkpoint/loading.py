@@ -33,19 +33,19 @@ def load(
 ) -> None:
     """Fill a draft model.
 
-    weights: tensors by the checkpoint's names. copy(place, tensor) loads a parameter that has no
-    `weight_loader` of its own. Raises `Refusal` for missing or unexpected tensors, and for a
+    weights: tensors by the checkpoint's names. copy(parameter, tensor) loads a parameter that has
+    no `weight_loader` of its own. Raises `Refusal` for missing or unexpected tensors, and for a
     vocabulary map or a mask embedding that does not fit.
 
     The values are not checked here: `refusals.check_draft` has scanned the files for NaN
     before any process started.
     """
-    places: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        places[name.removeprefix("head.")] = parameter  # a checkpoint has a head's at its top
+    parameters: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        parameters[name.removeprefix("head.")] = weight  # a checkpoint has a head's at its top
     if config.vocabulary_map:
-        places["d2t"] = model.get_buffer("d2t")
-    missing = {(name, shard) for name in places for shard in _shards(name)}
+        parameters["d2t"] = model.get_buffer("d2t")
+    missing = {(name, shard) for name in parameters for shard in _shards(name)}
     unexpected = []
     target_mask: Tensor | None = None
     for checkpoint_name, tensor in weights:
@@ -60,12 +60,12 @@ def load(
             unexpected.append(checkpoint_name)
             continue
         missing.remove((name, shard))
-        place = places[name]
-        loader: Any = getattr(place, "weight_loader", copy)
+        parameter = parameters[name]
+        loader: Any = getattr(parameter, "weight_loader", copy)
         if shard is None:
-            loader(place, tensor)
+            loader(parameter, tensor)
         else:
-            loader(place, tensor, shard)
+            loader(parameter, tensor, shard)
     if missing or unexpected:
         gone = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in missing)
         raise Refusal(
@@ -74,7 +74,7 @@ def load(
             FETCH_AGAIN,
         )
     if config.vocabulary_map:
-        check_map(config, places["d2t"], target_mask)
+        check_map(config, parameters["d2t"], target_mask)
     if config.mask_embedding:
         model.get_buffer("mask_embedding").copy_(read_mask_embedding(config))
 

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_worker(
-    server_args: ServerArgs, target_worker: TpModelWorker, **place: Any
+    server_args: ServerArgs, target_worker: TpModelWorker, **rank: Any
 ) -> DFlashWorker:
-    """The worker of one rank. place: GPU, ranks and port, as SGLang passes them to every worker.
+    """The worker of one rank. rank: GPU, ranks and port, as SGLang passes them to every worker.
 
     Raises `Refusal` for a target that cannot be served, which is known only when it is loaded.
     """
@@ -71,7 +71,7 @@ def build_worker(
         pool if window is None else window.pool,
         kernels,
         return_probs=len(options.verify_widths) > 1,
-        **place,
+        **rank,
     )
     draft = draft_worker.model_runner
     drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
@@ -94,7 +94,7 @@ def build_worker(
             plans=verify_backend(server_args) != "flashinfer",
         )
     report = Report(server_args, draft, options, clock)
-    if place["tp_rank"] == 0:
+    if rank["tp_rank"] == 0:
         report.begin()
     _keep_block_in_pool(target_worker, options.reserved_tokens)
     return DFlashWorker(

@@ -23,7 +23,7 @@ def make_draft_worker(
     pool: ReqToTokenPool,
     kernels: Kernels,
     return_probs: bool,
-    **place: int | None,
+    **rank: int | None,
 ) -> TpModelWorker:
     """Make the TP worker of the draft, with this pool of rows and the target's allocator.
 
@@ -43,7 +43,7 @@ def make_draft_worker(
             req_to_token_pool=pool,
             token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
             memory_pool_config=target.model_runner.memory_pool_config,
-            **place,
+            **rank,
         )
         worker.model_runner.model.bind(
             target.model_runner.model, kernels, return_probs, args.speculative_num_draft_tokens

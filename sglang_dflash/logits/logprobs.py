@@ -14,13 +14,13 @@ from torch import Tensor
 def log_probabilities(logits: Tensor, temperatures: Tensor, greedy: Tensor) -> Tensor:
     """Log probabilities as SGLang reports them, [n, V].
 
-    logits: [n, V], with the logit rules applied; temperatures: [n, 1]; greedy: [n] bool. A drawn
+    logits: [n, V], with the logit rules applied; temperatures: [n, 1]; greedy: [n] bool. A sampled
     token has the log of its rounded probability.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     if not SGLANG_RETURN_ORIGINAL_LOGPROB and not bool(greedy.all()):
-        drawn = torch.softmax(logits / temperatures, dim=-1).log()
-        logprobs = torch.where(greedy[:, None], logprobs, drawn)
+        sampled = torch.softmax(logits / temperatures, dim=-1).log()
+        logprobs = torch.where(greedy[:, None], logprobs, sampled)
     return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
@@ -43,11 +43,11 @@ class SGLangLogprobs:
         self, batch: ScheduleBatch, logits: Sequence[Tensor], tokens: list[list[int]]
     ) -> None:
         wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
-        kept = torch.cat([logits[i][: len(tokens[i])] for i in wanted])  # [T, V]
-        info, device = batch.sampling_info, kept.device
+        rows = torch.cat([logits[i][: len(tokens[i])] for i in wanted])  # [T, V]
+        info, device = batch.sampling_info, rows.device
         whose = torch.tensor([i for i in wanted for _ in tokens[i]], device=device)  # [T]
         ids = torch.tensor([token for i in wanted for token in tokens[i]], device=device)  # [T]
-        logprobs = log_probabilities(kept, info.temperatures[whose], info.top_ks[whose] <= 1)
+        logprobs = log_probabilities(rows, info.temperatures[whose], info.top_ks[whose] <= 1)
         values = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
         most = max(batch.reqs[i].logprob.top_logprobs_num for i in wanted)
         top_values, top_ids = _top(logprobs, most)

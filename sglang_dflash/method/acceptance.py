@@ -28,7 +28,7 @@ def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
 class Outcome(NamedTuple):
     """The target's answer to a block."""
 
-    drawn: Tensor  # [B, w] int64, the target's draw after each block position
+    sampled: Tensor  # [B, w] int64, the target's draw after each block position
     num_accepted: Tensor  # [B] int64 in 0..w-1
 
     @classmethod

@@ -40,7 +40,7 @@ class Block:
     def flatten(self, field: Tensor) -> Tensor:
         """The values of a field, [B, N, ..], in the order of a forward: [T, ..]."""
         flat = field.flatten(0, 1)
-        return flat if self.ragged is None else flat[self.ragged.places]
+        return flat if self.ragged is None else flat[self.ragged.indices]
 
     def unflatten(self, values: Tensor, absent: int = 0) -> Tensor:
         """Put the values of a forward, [T, ..], at their positions: [B, N, ..]."""
@@ -48,14 +48,14 @@ class Block:
         if self.ragged is None:
             return values.view(shape)
         padded = values.new_full(shape, absent)
-        padded.flatten(0, 1)[self.ragged.places] = values
+        padded.flatten(0, 1)[self.ragged.indices] = values
         return padded
 
     def expand(self, requests: Tensor) -> Tensor:
         """Repeat each request's value, [B, ..], for its tokens in a forward: [T, ..]."""
         if self.ragged is None:
             return requests.repeat_interleave(self.width, dim=0)
-        return requests[self.ragged.places // self.width]
+        return requests[self.ragged.indices // self.width]
 
     def first(self, width: int) -> Block:
         """Cut the block to its first `width` columns. Probabilities are those of whole blocks."""
@@ -101,11 +101,11 @@ class Ragged:
     """The positions of a block whose requests have different widths."""
 
     lens: list[int]  # of each request
-    places: Tensor  # [T] int64 on the device, in the flattened block
+    indices: Tensor  # [T] int64 on the device, in the flattened block
 
     @classmethod
     def of(cls, widths: npt.NDArray[np.int64], most: int, device: torch.device) -> Ragged:
         """widths: [B] int64 on the host; most: the columns of the block."""
         is_there = np.arange(most) < widths[:, None]
-        places = torch.from_numpy(is_there.reshape(-1).nonzero()[0])
-        return cls(widths.tolist(), places.to(device, non_blocking=True))
+        indices = torch.from_numpy(is_there.reshape(-1).nonzero()[0])
+        return cls(widths.tolist(), indices.to(device, non_blocking=True))

@@ -68,18 +68,18 @@ def _gated(hook: Hook, package: str) -> Callable[..., Any]:
     SGLang's modules load in their own order. A class that a function replaces is no class any more,
     so targets are functions and methods.
     """
-    place, name = hook.function.split(":")
+    module_name, name = f"{package}.{hook.function}".split(":")
     first = 1 if hook.kind in ("AROUND", "AFTER") else 0  # behind SGLang's function, or its result
     assert hook.kind != "REPLACE" or hook.when is always, hook
 
     @cache
     def module() -> Any:
         try:
-            return import_module(f"{package}.{place}")
+            return import_module(module_name)
         except Exception as error:
             if not hook.optional:
                 raise
-            logger.warning("%s.%s cannot be imported (%s). So %s.", package, place, error, hook.why)
+            logger.warning("%s cannot be imported (%s). So %s.", module_name, error, hook.why)
             return None
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -61,9 +61,9 @@ class Committer:
         widths = block.lens
         committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]
-        counts = [len(taken) for taken in tokens]
+        num_committed = [len(ids) for ids in tokens]
         lens = [req.kv_committed_len for req in batch.reqs]
-        self._states.commit(batch.req_pool_indices, counts, lens)
+        self._states.commit(batch.req_pool_indices, num_committed, lens)
         step = CommittedStep(batch.reqs, drafted, widths, committed)
         for observer in self.observers:
             observer.observe(step)
@@ -76,30 +76,32 @@ class Committer:
         result = verified.result
         result.next_token_ids = verified.accepted.bonus
         result.num_correct_drafts = sum(step.accepted)
-        # SGLang expects the number of tokens that a request took, minus one.
-        result.num_correct_drafts_per_req_cpu = [count - 1 for count in counts]
+        # SGLang expects the number of committed tokens of each request, minus one.
+        result.num_correct_drafts_per_req_cpu = [count - 1 for count in num_committed]
         return result
 
     def _commit_requests(self, batch: ScheduleBatch, outcome: Outcome) -> list[Committed]:
         """outcome: on the host."""
         committed = []
         think_end = batch.model_config.think_end_id
-        draws, numbers = outcome.drawn.tolist(), outcome.num_accepted.tolist()
-        for req, drawn, num_accepted in zip(batch.reqs, draws, numbers, strict=True):
-            taken = append_until_finished(req, drawn[: num_accepted + 1])
-            tokens, accepted = drawn[:taken], min(taken, num_accepted)
-            _count(req, taken, accepted)
+        sampled = outcome.sampled.tolist()
+        accepted = outcome.num_accepted.tolist()
+        for req, ids, num_accepted in zip(batch.reqs, sampled, accepted, strict=True):
+            num_committed = append_until_finished(req, ids[: num_accepted + 1])
+            tokens = ids[:num_committed]
+            num_accepted = min(num_accepted, num_committed)
+            _count(req, num_committed, num_accepted)
             if think_end is not None and req.require_reasoning:
                 req.update_reasoning_tokens(tokens, think_end)
-            committed.append(Committed(tokens, accepted))
+            committed.append(Committed(tokens, num_accepted))
         return committed
 
 
 def append_until_finished(req: Req, tokens: list[int]) -> int:
     """Append a request's committed tokens, as one-token decoding would.
 
-    The token that finishes the request is the last one. Returns the number of tokens taken, at
-    least 1.
+    The token that finishes the request is the last one. Returns the number of committed tokens,
+    at least 1.
     """
     before = len(req.output_ids)
     for part in _parts(req, tokens):
@@ -137,9 +139,9 @@ def _accept_by_grammar(req: Req, token: int) -> None:
     req.grammar.finished = req.finished()  # as SGLang; llguidance ends at any end token
 
 
-def _count(req: Req, taken: int, num_accepted: int) -> None:
+def _count(req: Req, num_committed: int, num_accepted: int) -> None:
     """Count a step of a request in SGLang's own fields."""
-    req.kv_committed_len += taken
+    req.kv_committed_len += num_committed
     req.decode_batch_idx += 1
     req.spec_verify_ct += 1
     req.spec_num_correct_drafts += num_accepted
@@ -151,8 +153,10 @@ def _advance(batch: ScheduleBatch, accepted: Accepted, committed: list[int]) -> 
     Device and host differ only for requests that finished inside their accepted tokens. Those
     leave the batch before the next step.
     """
-    batch.seq_lens, batch.orig_seq_lens = accepted.lens, accepted.lens.int()
-    batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
+    batch.seq_lens = accepted.lens
+    batch.orig_seq_lens = accepted.lens.int()
+    batch.seq_lens_cpu = torch.tensor(committed)
+    batch.seq_lens_sum = sum(committed)
 
 
 def _append_hidden_states(
@@ -160,7 +164,7 @@ def _append_hidden_states(
 ) -> None:
     """Append the last layer's state of each committed position. states: [w, .. + H] per request."""
     hidden_size = batch.model_config.hidden_size
-    for req, request_states, taken in zip(batch.reqs, states, tokens, strict=True):
+    for req, request_states, ids in zip(batch.reqs, states, tokens, strict=True):
         if req.return_hidden_states:
-            last_layer = request_states[: len(taken), -hidden_size:]
+            last_layer = request_states[: len(ids), -hidden_size:]
             req.hidden_states.extend(last_layer.tolist())

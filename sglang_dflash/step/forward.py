@@ -78,8 +78,10 @@ class VerifyInput(SpecInput):
         paged_kernel_lens: [B] int64. Both indptr tensors are created on its device.
         """
         requests, width = len(req_pool_indices), self.draft_token_num
-        device, place = req_to_token.device, paged_kernel_lens.device
-        options: Any = {"dtype": torch.int32, "device": place, "pin_memory": place != device}
+        device = req_to_token.device
+        plan_device = paged_kernel_lens.device
+        pinned = plan_device != device
+        options: Any = {"dtype": torch.int32, "device": plan_device, "pin_memory": pinned}
         kv_indptr = torch.zeros(requests + 1, **options)
         kv_indptr[1:] = (paged_kernel_lens + width).cumsum(0)
         qo_indptr = torch.arange(0, (requests + 1) * width, width, **options)

@@ -71,24 +71,24 @@ class Logprobs(Protocol):
 class TargetStates(Protocol):
     """What the target keeps of a request besides KV."""
 
-    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
+    def commit(self, rows: Tensor, num_committed: list[int], lens: list[int]) -> None:
         """Advance the states by committed tokens, before the next forward of the target.
 
-        rows: [B] int64, the request rows of the last verify, in its order; taken: the number of
-        tokens that each request took, at least 1; lens: all its committed tokens, these included.
+        rows: [B] int64, the request rows of the last verify, in its order; num_committed: of each
+        request in that verify, at least 1; lens: all its committed tokens, these included.
         """
 
 
 class NoStates:
     """For targets that have only KV."""
 
-    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
+    def commit(self, rows: Tensor, num_committed: list[int], lens: list[int]) -> None:
         pass
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens that a request took in a step, at least one."""
+    """The tokens that a step committed to a request, at least one."""
 
     tokens: list[int]
     num_accepted: int  # drafts among them

@@ -60,7 +60,7 @@ class TargetSampler:
         """
         if self._rules.in_use(batch):
             self._rules.apply(logits, batch, block)
-        ids = self._draw(logits, batch, positions, block)
+        ids = self._sample(logits, batch, positions, block)
         # The logits of ranks differ by rounding. At a near-tie, their tokens must still be equal.
         shared: Tensor = self._group.broadcast(ids, src=0)
         return shared
@@ -69,7 +69,7 @@ class TargetSampler:
         """Whether a batch needs only the largest logit of each position."""
         return bool(batch.sampling_info.is_all_greedy) and not self._rules.in_use(batch)
 
-    def _draw(
+    def _sample(
         self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
     ) -> Tensor:
         greedy = self._kernels.largest(logits).argmax
@@ -81,14 +81,14 @@ class TargetSampler:
         if info.sampling_seed is not None:
             each = [req.sampling_params for req in batch.reqs]
             filtered = torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
-            drawn = self._draw_seeded(probs, info, positions, _expand(filtered, block))
+            sampled = self._sample_seeded(probs, info, positions, _expand(filtered, block))
         else:
             filters = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
             simple = not any(filters)
-            drawn = self._sampler._sample_from_probs(probs, info, positions, simple).long()
-        return torch.where(info.top_ks <= 1, greedy, drawn)
+            sampled = self._sampler._sample_from_probs(probs, info, positions, simple).long()
+        return torch.where(info.top_ks <= 1, greedy, sampled)
 
-    def _draw_seeded(
+    def _sample_seeded(
         self, probs: Tensor, info: SamplingBatchInfo, positions: Tensor, filtered: Tensor
     ) -> Tensor:
         """Draw each position by the path of its own parameters, so that only its seed decides.
@@ -96,7 +96,7 @@ class TargetSampler:
         SGLang uses one path for a whole batch. The two paths index their noise differently: by
         vocabulary id, or by rank if a filter sorts. The caller overwrites greedy positions.
         """
-        drawn = torch.zeros_like(positions)
+        sampled = torch.zeros_like(positions)
         for mask, sort in ((~filtered, False), (filtered, True)):
             at = mask.nonzero().squeeze(1).to(probs.device)
             if len(at) == 0:
@@ -114,8 +114,8 @@ class TargetSampler:
                 )
             else:
                 ids = sampling_from_probs_torch(probs[at], seed, position)
-            drawn[at] = ids.long()
-        return drawn
+            sampled[at] = ids.long()
+        return sampled
 
 
 def _expand(requests: Tensor, block: Block | None) -> Tensor:

@@ -135,10 +135,10 @@ class Verifier:
         if batch.return_logprob or not self._sampler.is_argmax(batch):
             output.next_token_logits = output.next_token_logits.float()
         positions = block.flatten(block.positions)
-        drawn = self._sampler(output.next_token_logits, batch, positions, block)
+        sampled = self._sampler(output.next_token_logits, batch, positions, block)
         accepted = self._kernels.accept(
             self._acceptable(batch, block),
-            block.unflatten(drawn),
+            block.unflatten(sampled),
             block.slots,
             batch.seq_lens,
             self._target.model_config.context_len,

@@ -169,12 +169,12 @@ class AnswerSoFar:
 
         begun: tokens before SGLang's chunk.
         """
-        place, shown = slice(tokens), text
+        span, shown = slice(tokens), text
         if self._incremental:
-            place, shown = slice(self._tokens - begun, tokens - begun), text[len(self._text) :]
+            span, shown = slice(self._tokens - begun, tokens - begun), text[len(self._text) :]
         self._tokens, self._text = tokens, text
-        of_tokens = {key: meta[key][place] for key in OF_TOKENS if key in meta}
-        ids = chunk["output_ids"][place]
+        of_tokens = {key: meta[key][span] for key in OF_TOKENS if key in meta}
+        ids = chunk["output_ids"][span]
         return chunk | {"text": shown, "output_ids": ids, "meta_info": meta | of_tokens}
 
 

@@ -195,7 +195,7 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
 
 
 def bytes_of_inputs(params: BaseLinearStateParams, positions: int) -> int:
-    """The memory of `BlockInputs` for one place in the batch, all layers of a rank."""
+    """The memory of `BlockInputs` for one request, all layers of a rank."""
     [(channels, window)], (heads, *_) = params.shape.conv, params.shape.temporal
     values = channels * (window + positions) + 2 * heads * positions
     return int(values * params.dtype.conv.itemsize * len(params.layers))

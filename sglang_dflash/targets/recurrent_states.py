@@ -1,7 +1,7 @@
 """The recurrent states of a hybrid target follow the committed tokens.
 
 A layer of linear attention keeps one state per request where attention keeps K/V per token. A
-verify does not advance it. Once the host knows which tokens a request took, they are replayed. So
+verify does not advance it. Once the host knows which tokens are committed, they are replayed. So
 the slot of a request, like its KV, holds `kv_committed_len` tokens when the radix cache takes it
 over.
 
@@ -42,31 +42,31 @@ class RecurrentStates:
         # The pool's layers are in the order of their ids.
         self._weights = Weights([_weights_of(attention[layer]) for layer in rows.mamba_map])
 
-    def commit(self, rows: Tensor, taken: list[int], lens: list[int]) -> None:
+    def commit(self, rows: Tensor, num_committed: list[int], lens: list[int]) -> None:
         self._replay(
             self._states,
             self._inputs,
             self._weights,
             self._slots[rows],
-            _to_device(taken, rows.device),
-            self._copies(rows, taken, lens),
+            _to_device(num_committed, rows.device),
+            self._copies(rows, num_committed, lens),
         )
 
-    def _copies(self, rows: Tensor, taken: list[int], lens: list[int]) -> Copies | None:
+    def _copies(self, rows: Tensor, num_committed: list[int], lens: list[int]) -> Copies | None:
         """The states that the radix cache may take over later."""
         if self._kept is None:
             return None
-        after = tokens_to_interval(taken, lens, self._interval)
+        after = tokens_to_interval(num_committed, lens, self._interval)
         return Copies(self._kept[rows, 0], _to_device(after, rows.device)) if any(after) else None
 
 
-def tokens_to_interval(taken: list[int], lens: list[int], interval: int) -> list[int]:
+def tokens_to_interval(num_committed: list[int], lens: list[int], interval: int) -> list[int]:
     """How many of its new tokens bring a request to the last multiple of the interval; 0: none do.
 
     SGLang reads the same rule from `num_correct_drafts_per_req_cpu`
     (`BatchResultProcessor._mamba_check_track_boundary`).
     """
-    return [max(0, n - length % interval) for n, length in zip(taken, lens, strict=True)]
+    return [max(0, n - length % interval) for n, length in zip(num_committed, lens, strict=True)]
 
 
 def _to_device(counts: list[int], device: torch.device) -> Tensor:

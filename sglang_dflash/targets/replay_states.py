@@ -43,20 +43,20 @@ class States:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """The inputs of L layers in the last verify: P places in the batch, N positions."""
+    """The inputs of L layers in the last verify: of up to R requests, N positions."""
 
-    tokens: Tensor  # [L, P, W - 1 + N, C], the window before the block and the block's own inputs
-    a: Tensor  # [L, P, N, HV], of the decay
-    b: Tensor  # [L, P, N, HV], of the strength
+    tokens: Tensor  # [L, R, W - 1 + N, C], the window before the block and the block's own inputs
+    a: Tensor  # [L, R, N, HV], of the decay
+    b: Tensor  # [L, R, N, HV], of the strength
 
     @classmethod
-    def zeros(cls, states: States, places: int, positions: int) -> BlockInputs:
+    def zeros(cls, states: States, max_requests: int, positions: int) -> BlockInputs:
         """Room for blocks, in the dtype and on the device of the windows."""
         layers, _, channels, window = states.windows.shape
         heads = states.matrices.shape[2]
 
         def room(*shape: int) -> Tensor:
-            return states.windows.new_zeros(layers, places, *shape)
+            return states.windows.new_zeros(layers, max_requests, *shape)
 
         return cls(
             room(window + positions, channels), room(positions, heads), room(positions, heads)
@@ -83,7 +83,7 @@ class Copies:
     """Slots that get the states behind the first tokens of a block, too."""
 
     slots: Tensor  # [B] integers
-    after: Tensor  # [B] int64, how many tokens, at most those that were taken; 0: no copy
+    after: Tensor  # [B] int64, how many tokens, at most those that were committed; 0: no copy
 
 
 class Weights:
@@ -114,13 +114,13 @@ def launch_replay_states(
     inputs: BlockInputs,
     weights: Weights,
     slots: Tensor,
-    taken: Tensor,
+    num_committed: Tensor,
     copies: Copies | None,
 ) -> None:
-    """Advance the states of requests by the tokens that they took, in every layer.
+    """Advance the states of requests by their committed tokens, in every layer.
 
-    slots: [B] integers, the slot of each request, in the order of the verify; taken: [B] int64, 1
-    to N. One program per request, layer, value head and BV values.
+    slots: [B] integers, the slot of each request, in the order of the verify; num_committed: [B]
+    int64, 1 to N. One program per request, layer, value head and BV values.
     """
     matrices, tokens, first = states.matrices, inputs.tokens, weights.layers[0]
     layers, _, heads, values, keys = matrices.shape
@@ -135,7 +135,7 @@ def launch_replay_states(
         inputs.a,
         inputs.b,
         slots,
-        taken,
+        num_committed,
         None if copies is None else copies.slots,
         None if copies is None else copies.after,
         first.conv,
@@ -164,12 +164,12 @@ def replay_states_in_torch(
     inputs: BlockInputs,
     weights: Weights,
     slots: Tensor,
-    taken: Tensor,
+    num_committed: Tensor,
     copies: Copies | None,
 ) -> None:
     """The reference of `launch_replay_states`."""
     heads, values, keys = states.matrices.shape[2:]
-    requests, longest = len(slots), int(taken.max())
+    requests, longest = len(slots), int(num_committed.max())
     window = states.windows.shape[3]
     tokens = inputs.tokens[:, :requests, : window + longest]
     stacked = [
@@ -202,12 +202,12 @@ def replay_states_in_torch(
         decayed = matrices * decay
         held = (decayed * k).sum(-1)  # [L, B, HV, V]
         change = (value[:, :, t] - held) * strength[:, :, t, :, None]
-        is_taken = (t < taken)[:, None, None, None]
-        matrices = torch.where(is_taken, decayed + change[..., None] * k, matrices)
+        is_committed = (t < num_committed)[:, None, None, None]
+        matrices = torch.where(is_committed, decayed + change[..., None] * k, matrices)
         if copies is not None:
             [due] = (copies.after == t + 1).nonzero(as_tuple=True)
             store(copies.slots[due], due, copies.after[due])
-    store(slots, rows, taken)
+    store(slots, rows, num_committed)
 
 
 def _windows(tokens: Tensor, rows: Tensor, after: Tensor, window: int) -> Tensor:
@@ -268,15 +268,15 @@ def _keep_window(window, inputs, channels, present, count, WIDTH: tl.constexpr):
         tl.store(window + channels * (WIDTH - 1) + j, x, present)
 
 
-@triton.jit(do_not_specialize=["num_slots", "places", "positions"])
+@triton.jit(do_not_specialize=["num_slots", "max_requests", "positions"])
 def _replay(  # type: ignore[no-untyped-def]
     matrices,  # [L, S, HV, V, K]
     windows,  # [L, S, C, W - 1]
-    tokens,  # [L, P, W - 1 + N, C]
-    a,  # [L, P, N, HV]
-    b,  # [L, P, N, HV]
+    tokens,  # [L, R, W - 1 + N, C]
+    a,  # [L, R, N, HV]
+    b,  # [L, R, N, HV]
     slots,  # [B]
-    taken,  # [B] int64
+    num_committed,  # [B] int64
     copy_slots,  # [B] or None
     copy_after,  # [B] int64 or None
     conv,  # [C, W] of the first layer, for its type
@@ -286,7 +286,7 @@ def _replay(  # type: ignore[no-untyped-def]
     dt_bias,  # [HV]
     dt_bias_addresses,  # [L] int64
     num_slots,
-    places,
+    max_requests,
     positions,
     count,  # C
     WIDTH: tl.constexpr,
@@ -301,10 +301,10 @@ def _replay(  # type: ignore[no-untyped-def]
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % HV
     layer = (tl.program_id(1) // HV).to(tl.int64)
     slot = layer * num_slots + tl.load(slots + request).to(tl.int64)
-    place = layer * places + request
-    steps = tl.load(taken + request)
-    tokens += place * (WIDTH - 1 + positions) * count
-    gate = place * positions * HV + head
+    row = layer * max_requests + request
+    steps = tl.load(num_committed + request)
+    tokens += row * (WIDTH - 1 + positions) * count
+    gate = row * positions * HV + head
     weight = tl.load(conv_addresses + layer).to(conv.dtype)
     a_log = tl.load(a_log_addresses + layer).to(a_log.dtype)
     dt_bias = tl.load(dt_bias_addresses + layer).to(dt_bias.dtype)

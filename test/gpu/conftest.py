@@ -82,7 +82,7 @@ class Margins:
         before = [(req, len(req.output_ids)) for req in batch.reqs]
         verified = self._verify(batch, block)
         logits = verified.output.next_token_logits
-        assert torch.equal(verified.accepted.outcome.drawn.flatten(), logits.argmax(-1))
+        assert torch.equal(verified.accepted.outcome.sampled.flatten(), logits.argmax(-1))
         two = logits.topk(2).values
         rows = (two[:, 0] - two[:, 1]).view(len(before), -1).tolist()
         for (req, length), row in zip(before, rows, strict=True):

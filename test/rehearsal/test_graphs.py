@@ -214,7 +214,7 @@ def test_logits_of_half_precision(small: Path) -> None:
         def watched(batch: Any, block: Any) -> Any:
             verified = verify(batch, block)
             logits = verified.output.next_token_logits
-            drawn = verified.accepted.outcome.drawn.flatten()
+            drawn = verified.accepted.outcome.sampled.flatten()
             seen.append((logits.dtype, torch.equal(drawn.cpu(), logits.argmax(-1).cpu())))
             return verified
 

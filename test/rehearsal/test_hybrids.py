@@ -137,7 +137,11 @@ MUTATIONS: list[Change] = [
         "backend.full_",
         "False and backend.full_",
     ),
-    ("targets.recurrent_states:RecurrentStates.commit", "(taken,", "([1] * len(taken),"),
+    (
+        "targets.recurrent_states:RecurrentStates.commit",
+        "(num_committed,",
+        "([1] * len(num_committed),",
+    ),
     ("targets.hybrid_attention:verify_block", "states.conv[0][slots]", "states.conv[0][slots] * 0"),
 ]
 
@@ -229,12 +233,13 @@ def test_the_replay_equals_its_reference(dtype: torch.dtype) -> None:
     inputs = BlockInputs.zeros(States(*start), 4, positions)
     for part in inputs.tensors():
         part.copy_(draw(*part.shape))
-    slots, taken = torch.tensor([4, 1, 2], device=CUDA).int(), torch.tensor([5, 1, 3], device=CUDA)
+    slots = torch.tensor([4, 1, 2], device=CUDA).int()
+    num_committed = torch.tensor([5, 1, 3], device=CUDA)
     copies = Copies(torch.tensor([3, 5, 5], device=CUDA), torch.tensor([2, 0, 3], device=CUDA))
     kept = []
     for replay in (launch_replay_states, replay_states_in_torch):
         states = States(*(part.clone() for part in start))
-        replay(states, inputs, Weights(weights), slots, taken, copies)
+        replay(states, inputs, Weights(weights), slots, num_committed, copies)
         kept.append([part.cpu() for part in (states.windows, states.matrices)])
     assert torch.equal(kept[0][0], kept[1][0])
     # A value of bfloat16 may be rounded to its neighbour: 2**-4 for values of up to 16.
@@ -246,7 +251,7 @@ def test_the_replay_equals_its_reference(dtype: torch.dtype) -> None:
     assert torch.equal(windows[:, 5], windows[:, 2])  # its copy is of all its tokens
     assert torch.equal(matrices[:, 5], matrices[:, 2])
     short = States(*(part.clone() for part in start))
-    two = torch.full_like(taken, 2)  # as many as are behind the first copy
+    two = torch.full_like(num_committed, 2)  # as many as are behind the first copy
     launch_replay_states(short, inputs, Weights(weights), slots, two, None)
     assert torch.equal(windows[:, 3], short.windows[:, 4].cpu())
     assert torch.equal(matrices[:, 3], short.matrices[:, 4].cpu())

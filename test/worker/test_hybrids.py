@@ -162,7 +162,7 @@ def test_equal_prompts_share_a_state(pair: Pair) -> None:
         assert [req.cached_tokens for req in reqs] == [20] * 3
 
 
-COUNT = "[len(taken) for taken in tokens]"
+COUNT = "[len(ids) for ids in tokens]"
 REPLAY = "self._replay("
 MUTATIONS = {
     "none": ("targets.recurrent_states:RecurrentStates.commit", REPLAY, "(lambda *_: None)("),
