@@ -25,7 +25,8 @@ def launch_biased_largest(
     """
     tokens, size = logits.shape
     assert logits.stride(1) == latent.stride(1) == 1
-    groups, most_parts = triton.cdiv(tokens, TOKENS), triton.cdiv(size, COLUMNS)
+    groups = triton.cdiv(tokens, TOKENS)
+    most_parts = triton.cdiv(size, COLUMNS)
     most_parts = min(most_parts, PROGRAMS)
     parts = min(most_parts, triton.cdiv(PROGRAMS, max(groups, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS

@@ -36,7 +36,8 @@ class ContextKV:
         self._kernels = kernels
         self._queues_work = queues_work
         self._attention: list[Any] = [layer.self_attn for layer in model.layers]
-        attention, first = self._attention, self._attention[0]
+        attention = self._attention
+        first = attention[0]
         self._shape = (len(attention), 2, first.num_kv_heads, first.head_dim)
         self._eps = first.k_norm.variance_epsilon
         self._pools = Pools.of(

@@ -77,7 +77,8 @@ class DFlashDraftModel(nn.Module):
             assert isinstance(layer, DFlashLayer)
             layer.block_width = width
         # The checkpoint's scale applies to raw embeddings. Gemma's module scales them by itself.
-        scale, own = self.dflash.embedding_scale, getattr(self.vocabulary.embed, "embed_scale", 1.0)
+        scale = self.dflash.embedding_scale
+        own = getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
 
     def _drop_copies(self, target: Any) -> None:
@@ -85,7 +86,8 @@ class DFlashDraftModel(nn.Module):
 
         DeepSpec's and older speculators checkpoints do, 1.2 GB each for an 8B target.
         """
-        embedding, head = token_embedding(target), lm_head(target)
+        embedding = token_embedding(target)
+        head = lm_head(target)
         raw = getattr(embedding, "embed_scale", None) is None  # Gemma's module scales by itself
         if self.dflash.own_embedding and raw and is_copy(self.embed_tokens, embedding):
             del self.embed_tokens

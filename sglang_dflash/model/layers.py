@@ -26,9 +26,12 @@ class DFlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         tp_size = get_tensor_model_parallel_world_size()
-        size, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.num_kv_heads = dim, max(1, kv_heads // tp_size)
+        size = config.hidden_size
+        dim = config.head_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        self.head_dim = dim
+        self.num_kv_heads = max(1, kv_heads // tp_size)
 
         def linear(name: str) -> dict[str, Any]:
             prefix = f"layers.{layer_id}.self_attn.{name}"
@@ -52,7 +55,8 @@ class DFlashAttention(nn.Module):
         )
         # SGLang's layer has no field for it: the tokens before the anchor that all positions see.
         self.attn.dflash_anchor_window = view.window if view.anchored else None
-        self.q_size, self.kv_size = num_heads * dim, self.num_kv_heads * dim
+        self.q_size = num_heads * dim
+        self.kv_size = self.num_kv_heads * dim
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """Attend over context and block. positions: [n] int64; hidden: [n, H] -> [n, H]."""

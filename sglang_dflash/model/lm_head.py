@@ -83,13 +83,16 @@ class Vocabulary:
         self.embed = of_target if embedding is None else embedding
         self.target_size: int = of_target.num_embeddings
         self.lm_head = head
-        self._processor, self._kernels = logits_processor(target), kernels
+        self._processor = logits_processor(target)
+        self._kernels = kernels
         self._offsets = offsets
         self._group = get_tp_group()
         self._ranks = self._group.world_size
         self.whole_head = isinstance(head, nn.Embedding)  # Gemma's tied head, on every rank
         if self.whole_head:
-            self.columns, self.first_id, self._ranks = head.num_embeddings, 0, 1
+            self.columns = head.num_embeddings
+            self.first_id = 0
+            self._ranks = 1
         else:
             shard = head.shard_indices
             self.columns = shard.num_org_elements  # padding and added rows lie behind these

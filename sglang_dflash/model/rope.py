@@ -32,7 +32,8 @@ class DraftRotary(RotaryEmbedding):
         tables = Qwen3RotaryEmbedding(described)
         self._frequencies = tables.inv_freq.float()  # [D / 2]
         self._factor: float = tables.attention_scaling
-        dim, dtype = config.head_dim, torch.get_default_dtype()
+        dim = config.head_dim
+        dtype = torch.get_default_dtype()
         # A config may state any length. SGLang asks for the served one when the model is loaded.
         length = min(config.max_position_embeddings, FIRST_POSITIONS)
         super().__init__(dim, dim, length, int(rope.theta), True, dtype)

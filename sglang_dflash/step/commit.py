@@ -56,7 +56,8 @@ class Committer:
     def _commit(
         self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
     ) -> GenerationBatchResult:
-        block, output = verified.block, verified.output
+        block = verified.block
+        output = verified.output
         self._rules.count(batch, block.token_ids, verified.accepted.outcome.num_accepted + 1)
         widths = block.lens
         committed = self._commit_requests(batch, outcome)

@@ -42,9 +42,13 @@ class DraftAhead:
 
         plans: verifies are planned ahead.
         """
-        self._drafter, self._verifier, self._slots = drafter, verifier, slots
-        self._verify_width, self._context_len = verify_width, context_len
-        self._exact_lengths, self._plans = exact_lengths, plans
+        self._drafter = drafter
+        self._verifier = verifier
+        self._slots = slots
+        self._verify_width = verify_width
+        self._context_len = context_len
+        self._exact_lengths = exact_lengths
+        self._plans = plans
 
     def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Block | None:
         if not all_start_to_decode(batch) or not batch.check_decode_mem():
@@ -53,7 +57,8 @@ class DraftAhead:
         return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
 
     def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> Block:
-        accepted, rows = verified.accepted, batch.req_pool_indices
+        accepted = verified.accepted
+        rows = batch.req_pool_indices
         most_committed: Tensor | int = verified.block.width
         if self._exact_lengths:
             most_committed = Outcome.unpack(copy.wait()).num_accepted + 1

@@ -77,7 +77,8 @@ class VerifyInput(SpecInput):
 
         paged_kernel_lens: [B] int64. Both indptr tensors are created on its device.
         """
-        requests, width = len(req_pool_indices), self.draft_token_num
+        requests = len(req_pool_indices)
+        width = self.draft_token_num
         device = req_to_token.device
         plan_device = paged_kernel_lens.device
         pinned = plan_device != device

@@ -83,7 +83,8 @@ class Drafter:
         verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)
         forward = verify_input.forward_batch(rows, seq_lens, seq_lens_cpu)
         packed: Tensor = self._runner.forward(forward).logits_output.hidden_states
-        requests, drafts = len(rows), self._block_size - 1
+        requests = len(rows)
+        drafts = self._block_size - 1
         return packed[: requests * drafts].view(requests, drafts, *packed.shape[1:])
 
     def dry_run(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:

@@ -20,7 +20,8 @@ class Slots:
         """count: tokens that must fit behind the committed ones."""
         pool.dflash_slots = self  # for `hooks.tokens_for_next_decode`
         self.table = pool.req_to_token  # [rows, context_len + reserve] int32
-        self._allocator, self._count = allocator, count
+        self._allocator = allocator
+        self._count = count
         self._page_size = allocator.page_size
 
     def reserve(self, reqs: list[Req]) -> None:

@@ -22,8 +22,11 @@ class DraftWindow:
         """exact: the host's lengths are always the true ones."""
         width = ceil_align(window + page_size, page_size) + block_size
         self.pool = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
-        self._target, self._window = target, window
-        self._page_size, self._block_size, self._exact = page_size, block_size, exact
+        self._target = target
+        self._window = window
+        self._page_size = page_size
+        self._block_size = block_size
+        self._exact = exact
 
     def lens(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> tuple[Tensor, Tensor]:
         """Fill these rows. Returns their lengths on the device and bounds of them on the host.

@@ -117,7 +117,8 @@ class DFlashWorker:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""
         self.verifier.forget()
         prefilled = self.prefill.run(batch)
-        anchors, result = prefilled.anchors, prefilled.result
+        anchors = prefilled.anchors
+        result = prefilled.result
         batch.spec_info = DFlashState(anchors, self.next_draft.after_prefill(batch, anchors))
         # With a tensor, SGLang would merge it on the device with those of the running batches.
         batch.input_ids = anchors

@@ -32,7 +32,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, hidden_size: int, convolution: Convolution) -> None:
         super().__init__()
-        self._taps, self._group = convolution.taps, convolution.group
+        self._taps = convolution.taps
+        self._group = convolution.group
         self._groups = hidden_size // convolution.group
         # The first dimension: before the sublayer, after it.
         self.base_kernel = nn.Parameter(torch.empty(2, self._taps, hidden_size))
@@ -122,7 +123,8 @@ class Selection(SequentialHead):
 
     def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
         """As `SequentialHead.blocks`. A draft's probability is its weight among the candidates."""
-        anchors, drafting = token_ids[:, :1], hidden[:, self.config.first_drafting :]  # [B, S, H]
+        anchors = token_ids[:, :1]
+        drafting = hidden[:, self.config.first_drafting :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
         scores = logits[:, :, None] + self.candidate_selector.edges(drafting, before, ids)
@@ -145,7 +147,8 @@ class Selection(SequentialHead):
 
         The multiplier is positive and the cap is monotone, so they are applied to candidates alone.
         """
-        count, hidden = self.candidate_selector.top_k, drafting.flatten(0, 1)
+        count = self.candidate_selector.top_k
+        hidden = drafting.flatten(0, 1)
         found = self.vocabulary.candidates(self.vocabulary.logits(hidden), count)
         shape = *drafting.shape[:2], count
         return Candidates(found.ids.view(shape), self.scaled(found.logits).view(shape))

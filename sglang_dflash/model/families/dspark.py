@@ -130,13 +130,15 @@ class Chain(SequentialHead):
         self.markov_head.fit(self.vocabulary)
 
     def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
-        markov, confidence = self.markov_head, self.confidence_head
+        markov = self.markov_head
+        confidence = self.confidence_head
         first = self.config.first_drafting
         of_hidden = markov.of_hidden(hidden).unbind(1)
         drafting = hidden[:, first:]
         logits = self.logits(drafting).unbind(1)
         w1, w2 = markov.markov_w1.weight, markov.markov_w2.weight
-        token, state = token_ids[:, 0], None  # [B], the anchors
+        token = token_ids[:, 0]  # [B], the anchors
+        state = None
         drafts, markov_rows = [], []
         for position in range(self.width):
             row = w1.index_select(0, token)
