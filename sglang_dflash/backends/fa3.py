@@ -8,7 +8,7 @@ from typing import Any
 from sglang_dflash.backends.page_tables import fill_tables
 
 
-def leave_to_the_graph(
+def skip_page_tables(
     original: Callable[..., None], backend: Any, *, forward_mode: Any, **given: Any
 ) -> None:
     """AROUND `FlashAttentionBackend._apply_cuda_graph_metadata`: a block's graph fills its tables.
@@ -49,13 +49,13 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
     metadata.cache_seqlens_int32.dflash_schedules = {}
 
 
-def begin_in_either(_: None, backend: Any, forward_batch: Any) -> None:
+def begin_forward_of_chosen(_: None, backend: Any, forward_batch: Any) -> None:
     """AFTER `HybridAttnBackend.init_forward_metadata_in_graph`: call it on the chosen backend."""
     chosen = backend._select_backend(forward_batch.forward_mode)
     chosen.init_forward_metadata_in_graph(forward_batch)
 
 
-def scheduled(original: Any, *args: Any, **given: Any) -> Any:
+def share_schedules(original: Any, *args: Any, **given: Any) -> Any:
     """AROUND `flash_attn_with_kvcache`: layers of one shape share a schedule inside a graph.
 
     Without it, each layer launches a kernel that divides the same lengths among the same programs.

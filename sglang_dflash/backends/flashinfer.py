@@ -12,7 +12,7 @@ from sglang_dflash.seam.patched import temporarily
 from sglang_dflash.step.forward import VerifyInput
 
 
-def plan_by_the_host(_: None, updater: Any, *made_of: Any) -> None:
+def plan_on_host(_: None, updater: Any, *made_of: Any) -> None:
     """AFTER `FlashInferIndicesUpdaterPrefill.__init__`: blocks are planned by `Plans`."""
     updater.update = Plans(updater)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_dflash.cpu.attention import TorchAttention, queries_of
-from sglang_dflash.targets.replay_states import convolved, gates, unit
+from sglang_dflash.targets.replay_states import causal_conv, decay_and_strength, l2_normalize
 
 CHUNK = 64  # tokens; the work of a chunk grows with their square
 
@@ -75,12 +75,12 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
         inputs = torch.cat([windows.transpose(1, 2), tokens], dim=1)
         assert layer.bias is None
         assert layer.activation in ("silu", "swish")
-        qkv = convolved(inputs, layer.conv_weights)
+        qkv = causal_conv(inputs, layer.conv_weights)
         query, key, value = qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=2)
         group = layer.num_v_heads // layer.num_k_heads
-        query = unit(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
-        key = unit(key.unflatten(2, (-1, layer.head_k_dim)))
-        log_decay, strength = gates(a, b, layer.A_log, layer.dt_bias)
+        query = l2_normalize(query.unflatten(2, (-1, layer.head_q_dim))) * layer.head_q_dim**-0.5
+        key = l2_normalize(key.unflatten(2, (-1, layer.head_k_dim)))
+        log_decay, strength = decay_and_strength(a, b, layer.A_log, layer.dt_bias)
         # Padding has the decay 1 and the strength 0, which leave a state as it is.
         read, last = _recurrence(
             query.repeat_interleave(group, dim=2),
@@ -91,7 +91,7 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
             cache.temporal[slots].float(),
         )
         if forward_batch.forward_mode.is_target_verify():
-            rows.mamba_pool.dflash_inputs.remember(
+            rows.mamba_pool.dflash_inputs.store(
                 rows.mamba_map[layer.layer_id], windows, tokens, self._pad(a), self._pad(b)
             )
         else:

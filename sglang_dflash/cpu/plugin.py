@@ -86,7 +86,7 @@ CPU_HOOKS = (
     Hook(
         "batch_invariant_ops.enable_batch_invariant_mode",
         "REPLACE",
-        "cpu.shims:keep_aten",
+        "cpu.shims:skip_batch_invariant_mode",
         "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
     Hook(

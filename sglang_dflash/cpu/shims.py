@@ -181,7 +181,7 @@ def seeded_draws(original: Callable[..., None], server_args: Any) -> None:
         return original(server_args)
 
 
-def keep_aten() -> None:
+def skip_batch_invariant_mode() -> None:
     """REPLACE `enable_batch_invariant_mode`, which registers Triton kernels."""
 
 

@@ -121,7 +121,7 @@ class Vocabulary:
 
         logits: [n, columns] of this rank.
         """
-        return self._agreed(self._kernels.largest(logits, return_probs))
+        return self._reduce_over_ranks(self._kernels.largest(logits, return_probs))
 
     def biased_largest(
         self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool
@@ -130,9 +130,11 @@ class Vocabulary:
 
         latent: [n, r]; weight: [columns, r] of this rank.
         """
-        return self._agreed(self._kernels.biased_largest(logits, latent, weight, return_probs))
+        return self._reduce_over_ranks(
+            self._kernels.biased_largest(logits, latent, weight, return_probs)
+        )
 
-    def _agreed(self, found: Largest) -> Predicted:
+    def _reduce_over_ranks(self, found: Largest) -> Predicted:
         """Ranks exchange a few numbers per token, never the logits."""
         index, value, sum_exp = found
         if self._ranks == 1:

@@ -102,7 +102,7 @@ class Verifier:
 
         rows, seq_lens, seq_lens_cpu: [B] int64; seq_lens_cpu: at least the true lengths. The plan
         is in buffers that all graphs share, so the forward of any other graph destroys it
-        (`forget`). The LoRA adapters of these requests are in them since their last verify.
+        (`drop_plan`). The LoRA adapters of these requests are in them since their last verify.
         """
         self._graphs.use(block.width)
         graphs = self._runner.graph_runner
@@ -115,7 +115,7 @@ class Verifier:
         forward.mark_forward_metadata_ready()
         self._planned = block, forward
 
-    def forget(self) -> None:
+    def drop_plan(self) -> None:
         """Drop the plan, because a prefill or new graphs come between it and its verify."""
         self._planned = None
 

@@ -115,7 +115,7 @@ class DFlashWorker:
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""
-        self.verifier.forget()
+        self.verifier.drop_plan()
         prefilled = self.prefill.run(batch)
         anchors = prefilled.anchors
         result = prefilled.result
@@ -140,5 +140,5 @@ class DFlashWorker:
 
     def before_new_weights(self) -> None:
         """SGLang may capture the target's graphs again, and it knows those of whole blocks only."""
-        self.verifier.forget()
+        self.verifier.drop_plan()
         self.graphs.use_whole()

@@ -201,7 +201,7 @@ def bytes_of_inputs(params: BaseLinearStateParams, positions: int) -> int:
     return int(values * params.dtype.conv.itemsize * len(params.layers))
 
 
-def remember_inputs(
+def store_inputs(
     original: Callable[..., None],
     pool: Any,
     *,

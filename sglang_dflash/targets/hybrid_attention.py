@@ -60,7 +60,7 @@ def verify_block(
     slots = plan.mamba_cache_indices
     blocks, *gates = (x.unflatten(0, (-1, width)) for x in (mixed_qkv, a, b))
     # A padded row has slot -1. It reads the last slot, and nobody reads what it remembers.
-    rows.mamba_pool.dflash_inputs.remember(
+    rows.mamba_pool.dflash_inputs.store(
         rows.mamba_map[layer.layer_id], states.conv[0][slots], blocks, *gates
     )
     convolved = causal_conv1d_update(

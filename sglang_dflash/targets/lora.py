@@ -24,7 +24,7 @@ def check_adapters(original: Callable[..., None], server_args: Any) -> None:
         return original(server_args)
 
 
-def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> None:
+def set_verify_lengths(original: Callable[..., None], manager: Any, batch: Any) -> None:
     """AROUND `LoRAManager.prepare_lora_batch`: the lengths of a verify, where backends read them.
 
     They take a verify for a prefill, and a prefill's lengths are None in its batch.
@@ -39,7 +39,7 @@ def with_lengths(original: Callable[..., None], manager: Any, batch: Any) -> Non
     original(manager, batch)
 
 
-def all_segments(_: None, backend: Any, *, forward_batch: Any, **__: Any) -> None:
+def run_all_segments(_: None, backend: Any, *, forward_batch: Any, **__: Any) -> None:
     """AFTER `ChunkedSgmvLoRABackend.prepare_lora_batch`: graphs run all segments that may occur.
 
     A segment is up to CHUNK tokens or more of one adapter. SGLang captures graphs without adapters,

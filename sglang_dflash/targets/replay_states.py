@@ -62,7 +62,7 @@ class BlockInputs:
             room(window + positions, channels), room(positions, heads), room(positions, heads)
         )
 
-    def remember(self, layer: int, window: Tensor, tokens: Tensor, a: Tensor, b: Tensor) -> None:
+    def store(self, layer: int, window: Tensor, tokens: Tensor, a: Tensor, b: Tensor) -> None:
         """Store what a layer reads.
 
         window: [B, C, W - 1]; tokens: [B, w, C]; a, b: [B, w, HV], w at most N.
@@ -179,11 +179,12 @@ def replay_states_in_torch(
     conv, a_log, dt_bias = stacked
     key_heads = weights.layers[0].key_heads
     queries = key_heads * keys  # channels that no state needs
-    kept = convolved(tokens[..., queries:], conv[:, None, queries:])
+    kept = causal_conv(tokens[..., queries:], conv[:, None, queries:])
     key, value = kept.split([key_heads * keys, heads * values], dim=3)
-    key = unit(key.unflatten(3, (key_heads, keys))).repeat_interleave(heads // key_heads, dim=3)
+    key = l2_normalize(key.unflatten(3, (key_heads, keys)))
+    key = key.repeat_interleave(heads // key_heads, dim=3)
     value = value.unflatten(3, (heads, values)).float()
-    log_decay, strength = gates(
+    log_decay, strength = decay_and_strength(
         inputs.a[:, :requests, :longest],
         inputs.b[:, :requests, :longest],
         a_log[:, None, None],
@@ -216,7 +217,7 @@ def _windows(tokens: Tensor, rows: Tensor, after: Tensor, window: int) -> Tensor
     return tokens[:, rows[:, None], last].transpose(2, 3)
 
 
-def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
+def causal_conv(tokens: Tensor, weight: Tensor) -> Tensor:
     """The causal convolution and its SiLU. As in SGLang's kernel, products have the tokens' dtype.
 
     tokens: [.., W - 1 + T, C], a window and T inputs; weight: [.., C, W]. Returns [.., T, C].
@@ -229,7 +230,9 @@ def convolved(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.silu(total).to(tokens.dtype)
 
 
-def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def decay_and_strength(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, Tensor]:
     """The logarithm of the decay, and the strength, of tokens, float32.
 
     a, b: [.., HV]; a_log, dt_bias: broadcast to it.
@@ -238,7 +241,7 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
     return -a_log.float().exp() * rate, b.float().sigmoid()
 
 
-def unit(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """Vectors of length 1, float32."""
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + TINY).rsqrt()
@@ -246,7 +249,7 @@ def unit(x: Tensor) -> Tensor:
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
-def _convolved(tokens, weight, channels, row, present, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _causal_conv(tokens, weight, channels, row, present, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One output of the convolution, [channels] float32.
 
     Products and the output are rounded to the tokens' dtype, as by SGLang's kernel in the verify.
@@ -324,9 +327,9 @@ def _replay(  # type: ignore[no-untyped-def]
         copy_slot = layer * num_slots + tl.load(copy_slots + request).to(tl.int64)
         copied = tl.load(copy_after + request)
     for t in range(steps):
-        key = _convolved(tokens, weight, keys, t, is_key, count, WIDTH)
+        key = _causal_conv(tokens, weight, keys, t, is_key, count, WIDTH)
         key = key / tl.sqrt(tl.sum(key * key) + 1e-6)
-        value = _convolved(tokens, weight, values, t, is_value, count, WIDTH)
+        value = _causal_conv(tokens, weight, values, t, is_value, count, WIDTH)
         x = tl.load(a + gate + t * HV).to(tl.float32) + bias
         softplus = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
         strength = 1.0 / (1.0 + tl.exp(-tl.load(b + gate + t * HV).to(tl.float32)))

@@ -119,7 +119,7 @@ def test_segments_of_a_capture_are_too_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A mutation: graphs compute the segments that SGLang captures."""
-    monkeypatch.setattr(adapters, "all_segments", lambda *_, **__: None)
+    monkeypatch.setattr(adapters, "run_all_segments", lambda *_, **__: None)
     assert not right(small, asked, **flags, lora_backend="csgmv")
 
 
@@ -128,16 +128,16 @@ def test_unused_segments_are_empty(
     small: Path, flags: dict[str, Any], asked: Asks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller batch has fewer segments. Those of the batch before it do not stay."""
-    all_segments, seen = adapters.all_segments, []
+    run_all_segments, seen = adapters.run_all_segments, []
 
     def checked(result: None, backend: Any, **given: Any) -> None:
         used = backend.batch_info.num_segments
-        all_segments(result, backend, **given)
+        run_all_segments(result, backend, **given)
         if backend.batch_info.use_cuda_graph:
             bounds = backend.batch_info.seg_indptr.tolist()
             seen.append(set(bounds[used:]) == {len(given["forward_batch"].input_ids)})
 
-    monkeypatch.setattr(adapters, "all_segments", checked)
+    monkeypatch.setattr(adapters, "run_all_segments", checked)
     assert right(small, asked, **flags, lora_backend="csgmv")
     assert seen
     assert all(seen)

@@ -160,7 +160,7 @@ def gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
     return True in enabled
 
 
-AGREED = "model.lm_head:Vocabulary._agreed"
+AGREED = "model.lm_head:Vocabulary._reduce_over_ranks"
 REFUSED = [
     ("step.propose:Drafter._propose", "anchors, seq_lens, rows", "anchors, seq_lens_cpu, rows"),
     (AGREED, "index, value, sum_exp = found", "index, value, sum_exp = found; int(index[0])"),
@@ -190,8 +190,8 @@ STALE = [
         "cache_seqlens_int32.dflash_schedules = {}",
         "cache_seqlens_int32.__dict__.setdefault('dflash_schedules', {})",
     ),
-    ("backends.fa3:scheduled", '"causal": given["causal"]', '"causal": True'),
-    ("backends.fa3:scheduled", "table.shape[1] * k.shape[1]", "k.shape[1]"),
+    ("backends.fa3:share_schedules", '"causal": given["causal"]', '"causal": True'),
+    ("backends.fa3:share_schedules", "table.shape[1] * k.shape[1]", "k.shape[1]"),
 ]
 
 

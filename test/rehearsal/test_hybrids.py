@@ -25,7 +25,7 @@ from sglang_dflash.targets.replay_states import (
     Layer,
     States,
     Weights,
-    convolved,
+    causal_conv,
     launch_replay_states,
     replay_states_in_torch,
 )
@@ -269,6 +269,6 @@ def test_the_convolution_is_the_one_of_a_verify() -> None:
         activation="silu",
         conv_state_indices=torch.zeros(1, dtype=torch.int32, device=CUDA),
     )
-    ours = convolved(torch.cat([window, tokens]), weight)
+    ours = causal_conv(torch.cat([window, tokens]), weight)
     different = (ours != theirs.cpu()[0].T).float().mean()
     assert different < 0.02  # by the last bit of SiLU

@@ -86,7 +86,12 @@ def test_what_flashinfer_plans(
 def test_a_backend_that_is_not_told_that_a_graph_begins(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "backends.fa3:begin_in_either", "chosen.init_", "False and chosen.init_")
+    mutate(
+        monkeypatch,
+        "backends.fa3:begin_forward_of_chosen",
+        "chosen.init_",
+        "False and chosen.init_",
+    )
     asked = answer(small, {"one": Asked(prompt(957, 20), N)})
     with pytest.raises(WRONG):
         served(small, asked, "fa3", decode_attention_backend="triton")
@@ -120,7 +125,7 @@ def test_page_tables_without_room_for_a_block(small: Path, monkeypatch: pytest.M
 def test_a_window_that_stays_closed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch, "backends.fa3:scheduled", "left, -1", "left, 0")
+    mutate(monkeypatch, "backends.fa3:share_schedules", "left, -1", "left, 0")
     windows = {"layer_types": ["sliding_attention"], "sliding_window": 16}
     method = {"target_layer_ids": [0, 1], "causal": False}
     windowed = small_draft(dflash_config=method, **windows)

@@ -14,7 +14,7 @@ import transformers
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.backends.fa3 import scheduled
+from sglang_dflash.backends.fa3 import share_schedules
 from sglang_dflash.engine import target_rules
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
@@ -103,4 +103,4 @@ def test_attention_in_a_latent_space_has_no_schedule(mla: bool) -> None:
         given |= {"qv": torch.zeros(1, 2, 512), "return_softmax_lse": False}
     else:
         given |= {"window_size": (128, 0), "causal": True}
-    assert scheduled(lambda **passed: passed, **given) == given
+    assert share_schedules(lambda **passed: passed, **given) == given

@@ -215,7 +215,7 @@ DFLASH_HOOKS = (
     Hook(
         "mem_cache.memory_pool.MambaPool.__init__",
         "AROUND",
-        "targets.hybrid:remember_inputs",
+        "targets.hybrid:store_inputs",
         "SGLang stores a recurrent state for each position of a block",
     ),
     Hook(
@@ -258,7 +258,7 @@ DFLASH_HOOKS = (
     Hook(
         "speculative.dflash_utils.resolve_dflash_verify_mask_policy",
         "REPLACE",
-        "engine.v0_5_13.hooks:no_mask",
+        "engine.v0_5_13.hooks:verify_without_mask",
         "a chain needs no mask; the built-in builds one per request",
         always,
     ),
@@ -268,13 +268,13 @@ CUDA_HOOKS = (
     Hook(
         "lora.lora_manager.LoRAManager.prepare_lora_batch",
         "AROUND",
-        "targets.lora:with_lengths",
+        "targets.lora:set_verify_lengths",
         "LoRA backends read the lengths of a prefill, which a verify does not have",
     ),
     Hook(
         "lora.backend.chunked_backend.ChunkedSgmvLoRABackend.prepare_lora_batch",
         "AFTER",
-        "targets.lora:all_segments",
+        "targets.lora:run_all_segments",
         "a graph computes as many segments as its capture had, which had no adapters",
     ),
     Hook(
@@ -286,7 +286,7 @@ CUDA_HOOKS = (
     Hook(
         "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",
         "AROUND",
-        "backends.fa3:leave_to_the_graph",
+        "backends.fa3:skip_page_tables",
         "SGLang makes seven launches before each replay; one inside the graph is enough",
         process_serves_dflash,
     ),
@@ -295,13 +295,13 @@ CUDA_HOOKS = (
         ".FlashAttentionBackend.init_forward_metadata_in_graph",
         "AFTER",
         "backends.fa3:begin_forward",
-        "makes that launch, and clears the schedules that `attention.fa3:scheduled` shares",
+        "makes that launch, and clears the schedules that `backends.fa3:share_schedules` shares",
         process_serves_dflash,
     ),
     Hook(
         "layers.attention.hybrid_attn_backend.HybridAttnBackend.init_forward_metadata_in_graph",
         "AFTER",
-        "backends.fa3:begin_in_either",
+        "backends.fa3:begin_forward_of_chosen",
         "a target with two backends calls this method on neither of them",
         process_serves_dflash,
     ),
@@ -330,14 +330,14 @@ CUDA_HOOKS = (
     Hook(
         "layers.attention.flashattention_backend.flash_attn_with_kvcache",
         "AROUND",
-        "backends.fa3:scheduled",
+        "backends.fa3:share_schedules",
         "every layer of a verify schedules the same lengths again",
         process_serves_dflash,
     ),
     Hook(
         "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
         "AFTER",
-        "backends.flashinfer:plan_by_the_host",
+        "backends.flashinfer:plan_on_host",
         "a plan fetches lengths from the device, although the host knows them",
         process_serves_dflash,
     ),

@@ -226,6 +226,6 @@ def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:
     return target_cell_size_per_token
 
 
-def no_mask(attn_backend: Any) -> tuple[str, bool]:
+def verify_without_mask(attn_backend: Any) -> tuple[str, bool]:
     """REPLACE `resolve_dflash_verify_mask_policy`: the backends verify a chain causally."""
     return type(attn_backend).__name__, False
