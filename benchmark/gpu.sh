@@ -1,9 +1,9 @@
 #!/bin/bash
-# What only a GPU can show, a rung at a time; each ends within 9 minutes and writes 8 files at most.
+# What only a GPU can show, in stages; each ends within 9 minutes and writes 8 files at most.
 #
-#   benchmark/gpu.sh RUNG...
+#   benchmark/gpu.sh STAGE...
 #
-#   kernels     our kernels against their twins, one batch on every backend, with graphs and without
+#   kernels     our kernels against their references, a batch on every backend, with and without graphs
 #   tests       all of test/gpu but the quantised drafts
 #   exact       tokens of the bundled pair in bf16 against those of no speculation, on every backend
 #   speed       8B shapes, SIMULATED acceptance, fa3: no speculation, the built-in, ours
@@ -20,7 +20,7 @@
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
-#         A rung goes on there where it stopped, at the same commit: the parts in $OUT/done, and the
+#         A stage continues where it stopped, at the same commit: the parts in $OUT/done, and the
 #         tests in $OUT/passed, are not run again.
 # ONLY    of the tests, those that this expression selects, as pytest -k has it
 # DRY_RUN=1 runs the same commands on a CPU with the bundled pair, to see that they work.
@@ -73,13 +73,13 @@ exact() { # NAME ARGUMENTS...
     "${few[@]}" "${@:2}"
 }
 
-rung_kernels() {
+stage_kernels() {
   tests kernels 300 -k "kernel or (all_kinds and 1-)"
 }
-rung_tests() {
+stage_tests() {
   tests tests 500 --deselect test/gpu/test_quantised.py ${ONLY:+-k "$ONLY"}
 }
-rung_exact() {
+stage_exact() {
   local started=() each failed=0
   exact fa3 $(backend fa3) & started+=($!)
   exact flashinfer $(backend flashinfer) & started+=($!)
@@ -87,35 +87,35 @@ rung_exact() {
   for each in "${started[@]}"; do wait "$each" || failed=1; done
   return $failed
 }
-rung_speed() {
+stage_speed() {
   part 500 speed "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend fa3) --sides "${SIDES:-none,builtin,ours}" --out "$OUT/speed_fa3${SIDES:+_${SIDES//,/_}}.json"
 }
-rung_trace() {
+stage_trace() {
   TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
     --sides "${SIDES:-ours,builtin}" ${DRY_RUN:+--tokens 600} --out "$OUT"
 }
-rung_not_ahead() {
+stage_not_ahead() {
   SGLANG_DFLASH_DRAFT_AHEAD=off part 200 not_ahead "$PYTHON" -m benchmark.sweep "${dummy[@]}" \
     "${simulated[@]}" "${load[@]}" $(backend fa3) --sides ours --out "$OUT/speed_fa3_not_ahead.json"
 }
-rung_flashinfer() {
+stage_flashinfer() {
   part 400 flashinfer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend flashinfer) --sides builtin,ours --out "$OUT/speed_flashinfer.json"
 }
-rung_pages() {
+stage_pages() {
   part 400 pages "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
     $(backend fa3) --sides ours --page-size 1,16 --out "$OUT/speed_pages.json"
 }
-rung_widths() {
+stage_widths() {
   part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
 }
-rung_sampled() {
+stage_sampled() {
   part 200 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix --temperature 0,1 \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
 }
-rung_families() { # drafts of the other families for the bundled target
+stage_families() { # drafts of the other families for the bundled target
   local drafts="$work/families" started=() each failed=0
   "$PYTHON" -m training.families --out "$drafts" || return 1
   for each in "$drafts"/*; do
@@ -128,7 +128,7 @@ rung_families() { # drafts of the other families for the bundled target
     --mix --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/families.json" || failed=1
   return $failed
 }
-rung_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narrower verifies
+stage_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narrower verifies
   local pair="$work/hybrid" started=() each failed=0
   "$PYTHON" -m training.hybrid --out "$pair" || return 1
   pair=(--model "$pair/target" --draft "$pair/draft")
@@ -140,14 +140,14 @@ rung_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narro
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/hybrid.json" || failed=1
   return $failed
 }
-rung_quantised() {
+stage_quantised() {
   part 300 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
 }
 
-rungs=("${@:-kernels}")
-for rung in "${rungs[@]}"; do
-  declare -F "rung_$rung" >/dev/null && continue
-  echo "No rung $rung: see the head of $0." >&2
+stages=("${@:-kernels}")
+for stage in "${stages[@]}"; do
+  declare -F "stage_$stage" >/dev/null && continue
+  echo "No stage $stage: see the head of $0." >&2
   exit 2
 done
 
@@ -177,7 +177,7 @@ finish() {
     --exclude 'torchinductor_*' logs 2>/dev/null
   rm -rf "$work"
 }
-[ -e "$OUT/logs.tar.gz" ] && tar -xzf "$OUT/logs.tar.gz" -C "$work" # of rungs before
+[ -e "$OUT/logs.tar.gz" ] && tar -xzf "$OUT/logs.tar.gz" -C "$work" # of stages before
 trap finish EXIT
 export PYTHONPATH="$work/site:$PWD:$PWD/benchmark/builtin_cpu${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" -m benchmark.entry_points "$work/site" || exit 1
@@ -205,7 +205,7 @@ few+=(--max-running-requests 8)
 simulated=(--simulate-accept-length 6.36 --ignore-eos --mix --apart)
 
 status=0
-for rung in "${rungs[@]}"; do
-  "rung_$rung" || status=1
+for stage in "${stages[@]}"; do
+  "stage_$stage" || status=1
 done
 exit $status

@@ -1,4 +1,4 @@
-"""Tests of the GPU rungs: how they end and continue, and how they read answers and traces."""
+"""Tests of the GPU stages: how they end and continue, and how they read answers and traces."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ exec {python} "$@"
 
 
 def climb(
-    folder: Path, *rungs: str, status: int, said: str = "what it said", **variables: str
+    folder: Path, *stages: str, status: int, said: str = "what it said", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A dry run in which each pytest command of a rung prints `said` and ends with `status`."""
+    """A dry run in which each pytest command of a stage prints `said` and ends with `status`."""
     python = folder / "python"
     python.write_text(PYTHON.format(said=said, status=status, python=sys.executable))
     python.chmod(0o755)
     given = {"PYTHON": str(python), "OUT": str(folder / "out"), "DRY_RUN": "1", "COMMIT": "abc"}
-    command = ["benchmark/gpu.sh", *rungs]
+    command = ["benchmark/gpu.sh", *stages]
     environment = os.environ | given | variables
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_a_rung_that_fails_says_what_to_read(tmp_path: Path) -> None:
+def test_a_stage_that_fails_says_what_to_read(tmp_path: Path) -> None:
     done = climb(tmp_path, "quantised", status=3)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if "status 3" in line]
@@ -52,7 +52,7 @@ def test_a_rung_that_fails_says_what_to_read(tmp_path: Path) -> None:
         assert log.read() == b"what it said\n"
 
 
-def test_a_rung_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_stage_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Only in the same folder and at the same commit."""
     assert climb(tmp_path, "quantised", status=3).returncode == 1
     assert climb(tmp_path, "quantised", status=0).returncode == 0
@@ -64,8 +64,8 @@ def test_a_rung_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "holds results of commit abc, this is def" in other.stderr
 
 
-def test_a_part_of_a_rung_is_not_the_rung(tmp_path: Path) -> None:
-    """A run with ONLY does not complete its rung, and the logs of another rung are kept."""
+def test_a_part_of_a_stage_is_not_the_stage(tmp_path: Path) -> None:
+    """A run with ONLY does not complete its stage, and the logs of another stage are kept."""
     assert climb(tmp_path, "quantised", status=0).returncode == 0
     assert climb(tmp_path, "tests", status=0, ONLY="one").returncode == 0
     whole = climb(tmp_path, "tests", status=3)
@@ -82,15 +82,15 @@ def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str) -
     assert "give another OUT" in again.stderr
 
 
-def test_there_is_no_such_rung(tmp_path: Path) -> None:
-    """Nothing runs, not even the rungs before it."""
+def test_there_is_no_such_stage(tmp_path: Path) -> None:
+    """Nothing runs, not even the stages before it."""
     done = climb(tmp_path, "quantised", "kernel", status=0)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "No rung kernel" in done.stderr
+    assert "No stage kernel" in done.stderr
 
 
 def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
-    """Except a test that passed and then ended with an error. If none is left, the rung is done."""
+    """Except a test that passed and then ended with an error. With none left, a stage is done."""
     lines = "[gw0] [ 9%] PASSED test/a.py::one[x-1]", "[gw1] [ 9%] PASSED test/a.py::two"
     said = [*lines, "[gw1] [ 9%] ERROR test/a.py::two"]
     assert climb(tmp_path, "tests", status=1, said="\n".join(said)).returncode == 1
