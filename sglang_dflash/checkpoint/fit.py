@@ -49,7 +49,8 @@ def target_of(fields: Fields, path: str) -> Target:
 def _keeps_other_states(fields: Fields) -> bool:
     """Whether a target has recurrent states that are not served.
 
-    Those of gated delta networks are, in the classes of SGLang that return hidden states.
+    Those of gated delta networks are, in the classes of SGLang that return hidden states. This goes
+    by names, because `inspect` runs without SGLang. A server asks the classes (`targets.hybrid`).
     """
     if (fields.optional_name("model_type") or "").startswith(SERVED_STATES):
         return False

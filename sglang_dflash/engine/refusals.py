@@ -64,7 +64,8 @@ def check_target(facts: DraftFacts) -> None:
 def check_draft(facts: DraftFacts) -> None:
     """Raise `Refusal` for a draft that cannot be served."""
     refuse(draft_rules.RULES, facts)
-    check_finite(Path(facts.draft.path))  # before the target is loaded, which may take minutes
+    # The weights are read here and when they are loaded: the target comes first, and takes minutes.
+    check_finite(Path(facts.draft.path))
     if facts.draft.mask_embedding:
         read_mask_embedding(facts.draft)
 

@@ -146,8 +146,8 @@ LOADED_RULES: tuple[Rule[ScaledFacts], ...] = (
 def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
     """Raise `Refusal` if the KV of the loaded target cannot be served. runner: its ModelRunner.
 
-    SGLang reads from the loaded model that KV is in FP8, and sets --kv-cache-dtype. Before, only
-    checkpoints on this machine can be checked.
+    The rules are asked again: SGLang reads from the loaded model that KV is in FP8, and sets
+    --kv-cache-dtype. Before, only checkpoints on this machine can be read.
     """
     check_kv(server_args)
     if _has_scales(runner.model):

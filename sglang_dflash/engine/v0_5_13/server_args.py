@@ -121,7 +121,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     refusals.check_draft(facts)
     server_args.speculative_draft_model_quantization = draft.quantization_method
     server_args.dflash = chosen = Options.read(server_args)  # or refuse; processes get it by pickle
-    if server_args.max_total_tokens is not None:
+    if server_args.max_total_tokens is not None:  # else `build_worker` refuses what memory allows
         page_size = server_args.page_size or 1
         tokens = server_args.max_total_tokens
         refusals.longest_request(tokens, chosen.reserved_tokens, page_size)  # or refuse
