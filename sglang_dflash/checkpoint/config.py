@@ -105,7 +105,7 @@ class DFlashConfig:
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint
     family: Family = Family()
     logit_multiplier: float = 1.0  # of the LM head's output, before a head adds to it
-    logit_cap: float | None = None  # soft-capping behind the multiplier
+    logit_cap: float | None = None  # soft-capping after the multiplier
 
     @property
     def block_size(self) -> int:
@@ -121,7 +121,7 @@ class DFlashConfig:
 
     @property
     def first_drafting(self) -> int:
-        """The first position that predicts a draft. Each one behind it predicts one, too."""
+        """The first position that predicts a draft. Each one after it predicts one, too."""
         return 0 if self.sample_from_anchor else 1
 
     @property

@@ -105,7 +105,7 @@ class TorchAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         queries, lengths = queries_of(forward_batch), forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_target_verify():  # the block lies behind
+        if forward_batch.forward_mode.is_target_verify():  # the block comes after
             lengths = [p + q for p, q in zip(lengths, queries, strict=True)]
         table = self.req_to_token_pool.req_to_token
         rows = forward_batch.req_pool_indices.tolist()

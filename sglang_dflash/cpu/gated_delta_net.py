@@ -104,7 +104,7 @@ class TorchGatedDeltaNet(MambaAttnBackendBase):
     forward_decode = forward_extend
 
     def _pad(self, tokens: Tensor) -> Tensor:
-        """[n, ..] -> [B, T, ..], 0 behind the tokens of a request."""
+        """[n, ..] -> [B, T, ..], 0 after the tokens of a request."""
         padded = tokens.new_zeros(*self._present.shape, *tokens.shape[1:])
         padded[self._present] = tokens
         return padded
@@ -130,7 +130,7 @@ def _recurrence(
 class Chunk:
     """T tokens in front of which the states are known, in matrix products instead of a loop.
 
-    A state behind token t is S_t = D_t S_0 + sum of D_t / D_j c_j k_j^T for j <= t, with D_t the
+    A state after token t is S_t = D_t S_0 + sum of D_t / D_j c_j k_j^T for j <= t, with D_t the
     product of the decays. The changes c_t = b_t (v_t - what S_t-1 holds at k_t) follow from a
     triangular system (the chunkwise form of Yang et al. 2024).
     """
@@ -166,7 +166,7 @@ class Chunk:
         return (before + weights @ self.changes).transpose(-3, -2)
 
     def last(self) -> Tensor:
-        """The states behind all tokens, [.., HV, V, K]."""
+        """The states after all tokens, [.., HV, V, K]."""
         whole = self.log_decay[..., -1:]
         left = (whole - self.log_decay).exp().float()[..., None]
         before = self.states * whole.exp().float()[..., None]

@@ -136,5 +136,5 @@ def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:
     """Bound request lengths so that the slots reserved for the longest one fit the KV pool."""
     room = longest_request(target.max_total_num_tokens, reserved, target.server_args.page_size)
     if room < target.max_req_len:
-        logger.info("Longest request: %d tokens, so that a block fits behind it.", room)
+        logger.info("Longest request: %d tokens, so that a block fits after it.", room)
         target.max_req_len, target.max_req_input_len = room, room - 5

@@ -73,7 +73,7 @@ def check_draft(facts: DraftFacts) -> None:
 def longest_request(tokens: int, reserved: int, page_size: int) -> int:
     """The longest request for which a KV pool of this size has room; raises `Refusal`.
 
-    reserved: tokens that a step needs behind the committed ones.
+    reserved: tokens that a step needs after the committed ones.
     """
     room = longest(tokens, reserved, page_size)
     if room < SHORTEST_REQUEST:

@@ -26,7 +26,7 @@ def launch_next_block(
     block_size: int,
     mask_token_id: int,
 ) -> NextBlock:
-    """Make the block behind each request's context.
+    """Make the block after each request's context.
 
     anchors, seq_lens, rows: [B] int64, contiguous; table: [R, C] int32, the slot of each position
     of a row, wide enough for the block. One program per request.

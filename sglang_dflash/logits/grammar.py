@@ -30,7 +30,7 @@ def follows_drafts(req: Req) -> bool:
 
 
 def _without_thought(grammar: BaseGrammarObject) -> BaseGrammarObject | None:
-    """The grammar of the answer behind a thought. None if there is only a filter of the thought."""
+    """The grammar of the answer after a thought. None if there is only a filter of the thought."""
     return grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
 
 
@@ -44,7 +44,7 @@ def has_mask(req: Req) -> bool:
     """Whether a request's grammar may forbid tokens now or later.
 
     With `--enable-strict-thinking` every request has a grammar. Without a rule of its own, it
-    filters the tokens of a thought, and does nothing behind it.
+    filters the tokens of a thought, and does nothing after it.
     """
     grammar = req.grammar
     if grammar is None or grammar.finished:
@@ -58,9 +58,9 @@ def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) 
     """Ban in place the tokens that each request's grammar forbids after its output and drafts.
 
     logits: [B * w, V]; block: [B, w] int64 on device, None in prefill (w = 1). A draft that the
-    grammar forbids ends the walk: the target cannot draw it, so nothing behind it is accepted.
+    grammar forbids ends the walk: the target cannot draw it, so nothing after it is accepted.
     Requests share a mask if one function applies it. No mask has rows of a request without a
-    grammar: llguidance also bans the ids behind its tokenizer's in every row.
+    grammar: llguidance also bans the ids after its tokenizer's in every row.
     """
     alike: dict[Any, list[int]] = {}
     for i, req in enumerate(batch.reqs):
@@ -137,6 +137,6 @@ def _is_in_thought(grammar: BaseGrammarObject) -> bool:
 
 
 def _allows(mask: Tensor, token: int) -> bool:
-    """mask: [n] int32, bit i of word w allows token 32 w + i. Ids behind it are forbidden."""
+    """mask: [n] int32, bit i of word w allows token 32 w + i. Ids after it are forbidden."""
     word = token // 32
     return word < len(mask) and bool(int(mask[word]) >> token % 32 & 1)

@@ -1,4 +1,4 @@
-"""A block: positions behind a context, which the draft fills and the target verifies."""
+"""A block: positions after a context, which the draft fills and the target verifies."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Predicted(NamedTuple):
         return cls(ids, torch.stack(known, dim=1).flatten() if known else None)
 
     def pack(self) -> Tensor:
-        """One tensor: the ids, [n] int64, or [n, 2] with the bits of the probabilities behind."""
+        """One tensor: the ids, [n] int64, or [n, 2] with the bits of the probabilities."""
         if self.probabilities is None:
             return self.ids
         bits = self.probabilities.view(torch.int32).long()
@@ -95,7 +95,7 @@ class Vocabulary:
             self._ranks = 1
         else:
             shard = head.shard_indices
-            self.columns = shard.num_org_elements  # padding and added rows lie behind these
+            self.columns = shard.num_org_elements  # padding and added rows come after these
             self.first_id = shard.org_vocab_start_index
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))

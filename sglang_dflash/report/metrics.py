@@ -45,7 +45,7 @@ class RequestCounts:
 
 
 class StepLog:
-    """Keeps the last steps of requests that are watched, behind `RequestCounts`.
+    """Keeps the last steps of requests that are watched, after `RequestCounts`.
 
     The host waits for a copy of their drafts, and so for all work that is queued.
     """

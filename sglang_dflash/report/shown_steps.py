@@ -47,7 +47,7 @@ class ShownSteps:
 
 
 def texts_of(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
-    """The text that each token adds behind those before it.
+    """The text that each token adds after those before it.
 
     A character of several tokens is the text of its last one.
     """

@@ -69,7 +69,7 @@ def _gated(hook: Hook, package: str) -> Callable[..., Any]:
     so targets are functions and methods.
     """
     module_name, name = f"{package}.{hook.function}".split(":")
-    first = 1 if hook.kind in ("AROUND", "AFTER") else 0  # behind SGLang's function, or its result
+    first = 1 if hook.kind in ("AROUND", "AFTER") else 0  # after SGLang's function, or its result
     assert hook.kind != "REPLACE" or hook.when is always, hook
 
     @cache

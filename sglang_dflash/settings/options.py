@@ -107,9 +107,9 @@ class Options:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV slots that a decode step needs behind a request's committed tokens.
+        """KV slots that a decode step needs after a request's committed tokens.
 
-        A block that is drafted ahead begins behind all tokens that the step before it may commit.
+        A block that is drafted ahead begins after all tokens that the step before it may commit.
         These are at most one block.
         """
         return self.block_size * (2 if self.draft_ahead else 1)

@@ -43,7 +43,7 @@ class VerifyInput(SpecInput):
     def forward_batch(
         self, req_pool_indices: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> ForwardBatch:
-        """The forward of the block behind contexts of these lengths, [B] int64 each.
+        """The forward of the block after contexts of these lengths, [B] int64 each.
 
         seq_lens_cpu may exceed the true lengths, because backends size buffers by it. FlashInfer
         plans by it and needs the true ones.

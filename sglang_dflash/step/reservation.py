@@ -1,7 +1,7 @@
 """The KV slots that a request needs before a step: pure host arithmetic.
 
 Slots are over-allocated and reused. A step never frees them. A request holds slots for its
-committed tokens and for the blocks behind them. The rejected part of a block is written again.
+committed tokens and for the blocks after them. The rejected part of a block is written again.
 SGLang frees the surplus with the request (`Req.pop_overallocated_kv_cache`).
 """
 
@@ -17,7 +17,7 @@ def ceil_align(value: int, page_size: int) -> int:
 
 
 def reserved_end(committed: int, count: int, page_size: int, row_width: int) -> int:
-    """The end of a request's slots, so that `count` tokens fit behind its committed ones.
+    """The end of a request's slots, so that `count` tokens fit after its committed ones.
 
     The end is at most the row's width, which exceeds the context by more than a block. The count
     exceeds it only by rounding, or for a block that is drafted ahead for a request that ends. Such

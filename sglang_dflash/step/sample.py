@@ -52,7 +52,7 @@ class TargetSampler:
     def __call__(
         self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
     ) -> Tensor:
-        """Draw the token behind every position: [T] int64, equal on all ranks.
+        """Draw the token after every position: [T] int64, equal on all ranks.
 
         logits: [T, V], float32 unless `is_argmax`, changed in place; positions: [T] int64 of the
         inputs; block: the block of these positions, or None after a prefill, which has one position

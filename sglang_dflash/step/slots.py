@@ -1,4 +1,4 @@
-"""KV slots behind every request for its next blocks. One allocation serves both pools."""
+"""KV slots after every request for its next blocks. One allocation serves both pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Slots:
     def __init__(
         self, pool: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator, count: int
     ) -> None:
-        """count: tokens that must fit behind the committed ones."""
+        """count: tokens that must fit after the committed ones."""
         pool.dflash_slots = self  # for `hooks.tokens_for_next_decode`
         self.table = pool.req_to_token  # [rows, context_len + reserve] int32
         self._allocator = allocator

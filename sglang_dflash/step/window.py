@@ -37,7 +37,7 @@ class DraftWindow:
         table = self._target.req_to_token
         width = min(self.pool.req_to_token.shape[1], table.shape[1])
         columns = start[:, None] + torch.arange(width, device=start.device)
-        columns.clamp_(max=table.shape[1] - 1)  # behind the block: never read
+        columns.clamp_(max=table.shape[1] - 1)  # after the block: never read
         self.pool.req_to_token[rows, :width] = table[rows[:, None], columns]
         if self._exact:
             return seq_lens - start, seq_lens_cpu - self._start(seq_lens_cpu)

@@ -1,4 +1,4 @@
-"""SGLang's hierarchical cache: host memory behind the radix cache holds the draft's KV, too."""
+"""SGLang's hierarchical cache: host memory below the radix cache holds the draft's KV, too."""
 
 from __future__ import annotations
 

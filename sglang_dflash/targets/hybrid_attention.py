@@ -22,7 +22,7 @@ def count_padding(
     verify_input: Any,
     seq_lens_cpu: Any,
 ) -> Any:
-    """AROUND `MambaAttnBackendBase._replay_metadata`: the rows behind the block are padding.
+    """AROUND `MambaAttnBackendBase._replay_metadata`: the rows after the block are padding.
 
     SGLang counts the lengths of 1, the filler, and cuts so many rows from the end of the batch. A
     request whose prompt has one token also has length 1. Then the last request would lose its

@@ -6,7 +6,7 @@ the slot of a request, like its KV, holds `kv_committed_len` tokens when the rad
 over.
 
 With `--mamba-scheduler-strategy extra_buffer`, the radix cache takes over another slot of the
-request instead. That one holds the state behind the last multiple of an interval.
+request instead. That one holds the state after the last multiple of an interval.
 """
 
 from __future__ import annotations

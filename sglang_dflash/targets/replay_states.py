@@ -80,7 +80,7 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class Copies:
-    """Slots that get the states behind the first tokens of a block, too."""
+    """Slots that get the states after the first tokens of a block, too."""
 
     slots: Tensor  # [B] integers
     after: Tensor  # [B] int64, how many tokens, at most those that were committed; 0: no copy

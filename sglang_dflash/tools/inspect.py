@@ -65,7 +65,7 @@ class Report:
         }
 
     def refusals(self) -> Iterator[tuple[str, Refusal]]:
-        """Each refusal, behind a label of its kind."""
+        """Each refusal, after a label of its kind."""
         for label, refusals in (
             ("cannot be served", self.problems),
             ("does not fit", self.misfits),

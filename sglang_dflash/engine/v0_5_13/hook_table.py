@@ -281,7 +281,7 @@ CUDA_HOOKS = (
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AFTER",
         "engine.v0_5_13.hooks:room_for_a_block",
-        "FA3's page tables end at the context length, a verify up to a block behind it",
+        "FA3's page tables end at the context length, a verify up to a block after it",
     ),
     Hook(
         "layers.attention.flashattention_backend.FlashAttentionBackend._apply_cuda_graph_metadata",

@@ -119,7 +119,7 @@ def append_final_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND `LogitsProcessor.forward`: add the last layer's state behind the captured ones."""
+    """AROUND `LogitsProcessor.forward`: add the last layer's state after the captured ones."""
     if aux_hidden_states is not None and getattr(processor, "dflash_append_final", False):
         aux_hidden_states = [*aux_hidden_states, hidden_states]
     return original(
@@ -211,9 +211,9 @@ def _draft_bytes_per_token(runner: Any) -> int:
 
 
 def room_for_a_block(backend: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end behind the context.
+    """AFTER `ModelRunner._get_attention_backend_from_str`: a block may end after the context.
 
-    FA3's page tables are as wide as the context length, and have no pages for positions behind it.
+    FA3's page tables are as wide as the context length, and have no pages for positions after it.
     The attention of a hybrid target is inside its backend.
     """
     if platform_of(runner.server_args).bounded_tables:

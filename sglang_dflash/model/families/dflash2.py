@@ -128,7 +128,7 @@ class Selection(SequentialHead):
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
         scores = logits[:, :, None] + self.candidate_selector.edges(drafting, before, ids)
-        best = scores.argmax(dim=3)  # [B, S, k]: the choice behind each token before
+        best = scores.argmax(dim=3)  # [B, S, k]: the choice after each token before
         at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
         path = [at]
         for position in range(best.shape[1]):
