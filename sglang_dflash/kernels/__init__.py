@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_dflash.kernels import accept, argmax, biased_argmax, next_block, store_kv
-from sglang_dflash.method.acceptance import Accepted
+from sglang_dflash.method.acceptance import AcceptResult
 
 
 class Kernels(NamedTuple):
@@ -18,7 +18,7 @@ class Kernels(NamedTuple):
     next_block: Callable[..., next_block.NextBlock]
     largest: Callable[..., argmax.Largest]
     biased_largest: Callable[..., argmax.Largest]
-    accept: Callable[..., Accepted]
+    accept: Callable[..., AcceptResult]
     store_kv: Callable[..., None]
 
     @classmethod

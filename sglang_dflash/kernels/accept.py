@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.method.acceptance import Accepted, accept
+from sglang_dflash.method.acceptance import AcceptResult, accept
 
 
 def launch_accept(
@@ -17,7 +17,7 @@ def launch_accept(
     seq_lens: Tensor,
     max_len: int,
     simulated: Tensor | None = None,
-) -> Accepted:
+) -> AcceptResult:
     """Apply the rule of `method.acceptance`, or accept a simulated number of drafts.
 
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, contiguous; slots:
@@ -29,7 +29,7 @@ def launch_accept(
     assert target_ids.is_contiguous()
     assert seq_lens.is_contiguous()
     assert block.stride(1) == slots.stride(1) == 1
-    accepted = Accepted(
+    accepted = AcceptResult(
         packed=target_ids.new_empty(requests, width + 1),
         bonus=target_ids.new_empty(requests),
         lens=target_ids.new_empty(requests),
@@ -59,7 +59,7 @@ def accept_in_torch(
     seq_lens: Tensor,
     max_len: int,
     simulated: Tensor | None = None,
-) -> Accepted:
+) -> AcceptResult:
     """The reference of `launch_accept`."""
     if simulated is None:
         num_accepted, bonus = accept(block, target_ids)
@@ -68,7 +68,7 @@ def accept_in_torch(
         bonus = target_ids.gather(1, simulated[:, None]).squeeze(1)
     position = torch.arange(target_ids.shape[1], device=target_ids.device)
     rejected = position > num_accepted[:, None]  # [B, w]
-    return Accepted(
+    return AcceptResult(
         packed=torch.cat([target_ids, num_accepted[:, None]], dim=1),
         bonus=bonus,
         lens=(seq_lens + num_accepted + 1).clamp(max=max_len),

@@ -33,11 +33,11 @@ class Outcome(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Outcome:
-        """Views of `Accepted.packed`, on the device or on the host."""
+        """Views of `AcceptResult.packed`, on the device or on the host."""
         return cls(packed[:, :-1], packed[:, -1])
 
 
-class Accepted(NamedTuple):
+class AcceptResult(NamedTuple):
     """The result of a step, on the device."""
 
     packed: Tensor  # [B, w + 1] int64, an `Outcome` in one tensor, for one copy to the host

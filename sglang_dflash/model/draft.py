@@ -102,7 +102,7 @@ class DFlashDraftModel(nn.Module):
         """Draft blocks.
 
         input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [B * drafts]
-        int64, or [B * drafts, 2] with probabilities (`Predicted.pack`), is returned as
+        int64, or [B * drafts, 2] with probabilities (`Prediction.pack`), is returned as
         `hidden_states`. SGLang's graph runner returns its first n entries unchanged, and there are
         at most as many drafts as tokens. Those of padded requests come last.
         """

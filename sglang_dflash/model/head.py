@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.model.lm_head import Predicted, Vocabulary
+from sglang_dflash.model.lm_head import Prediction, Vocabulary
 
 
 class DraftHead(nn.Module):
@@ -33,7 +33,7 @@ class DraftHead(nn.Module):
         self.embed = embed
         self.width = width
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         """Choose the drafts of B blocks, one block after another: [B * drafts].
 
         hidden: [n, H], final-normed, n = B * N; token_ids: [n] int64, anchors and masks;

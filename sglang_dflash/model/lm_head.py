@@ -17,14 +17,14 @@ from sglang_dflash.model.target_parts import lm_head, logits_processor, token_em
 TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
 
 
-class Predicted(NamedTuple):
+class Prediction(NamedTuple):
     """A token for each position."""
 
     ids: Tensor  # [n] int64, in the target's vocabulary
     probabilities: Tensor | None  # [n] float32, if asked for
 
     @classmethod
-    def cat(cls, parts: list[Predicted]) -> Predicted:
+    def cat(cls, parts: list[Prediction]) -> Prediction:
         """The parts one after another."""
         if len(parts) == 1:
             return parts[0]
@@ -33,7 +33,7 @@ class Predicted(NamedTuple):
         return cls(ids, torch.cat(probabilities) if probabilities else None)
 
     @classmethod
-    def of_blocks(cls, positions: list[Predicted]) -> Predicted:
+    def of_blocks(cls, positions: list[Prediction]) -> Prediction:
         """The drafts of B blocks, n = B * M, of those at each of M positions, [B] each."""
         ids = torch.stack([position.ids for position in positions], dim=1).flatten()
         known = [each.probabilities for each in positions if each.probabilities is not None]
@@ -47,7 +47,7 @@ class Predicted(NamedTuple):
         return torch.stack([self.ids, bits], dim=1)
 
     @classmethod
-    def unpack(cls, packed: Tensor, with_probs: bool) -> Predicted:
+    def unpack(cls, packed: Tensor, with_probs: bool) -> Prediction:
         """The views of what `pack` made, [.., 2] if `with_probs`."""
         if not with_probs:
             return cls(packed, None)
@@ -100,7 +100,7 @@ class Vocabulary:
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))
 
-    def predict(self, hidden: Tensor, return_probs: bool) -> Predicted:
+    def predict(self, hidden: Tensor, return_probs: bool) -> Prediction:
         """Predict the token at each position by itself: that of the largest logit.
 
         hidden: [n, H]. Soft-capping and positive factors of the logits do not change which logit is
@@ -109,14 +109,14 @@ class Vocabulary:
         parts = [
             self.largest(self.logits(tokens), return_probs) for tokens in hidden.split(TOKEN_CHUNK)
         ]
-        return Predicted.cat(parts)
+        return Prediction.cat(parts)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head's output for this rank's part of the vocabulary: [n, H] -> [n, columns]."""
         logits: Tensor = self._processor._compute_lm_head(hidden, self.lm_head)
         return logits[:, : self.columns]
 
-    def largest(self, logits: Tensor, return_probs: bool) -> Predicted:
+    def largest(self, logits: Tensor, return_probs: bool) -> Prediction:
         """The token of the largest logit, the lowest id on a tie, the same on every rank.
 
         logits: [n, columns] of this rank.
@@ -125,7 +125,7 @@ class Vocabulary:
 
     def biased_largest(
         self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool
-    ) -> Predicted:
+    ) -> Prediction:
         """As `largest`, of `logits + latent @ weight.T`.
 
         latent: [n, r]; weight: [columns, r] of this rank.
@@ -134,12 +134,12 @@ class Vocabulary:
             self._kernels.biased_largest(logits, latent, weight, return_probs)
         )
 
-    def _reduce_over_ranks(self, found: Largest) -> Predicted:
+    def _reduce_over_ranks(self, found: Largest) -> Prediction:
         """Ranks exchange a few numbers per token, never the logits."""
         index, value, sum_exp = found
         if self._ranks == 1:
             weights = None if sum_exp is None else sum_exp.reciprocal()
-            return Predicted(self._target_ids(index), weights)
+            return Prediction(self._target_ids(index), weights)
         # float32 holds ids below 2**24 exactly
         ours = [value, (index + self.first_id).float()] + ([] if sum_exp is None else [sum_exp])
         best = torch.stack(ours, dim=1)
@@ -149,7 +149,7 @@ class Vocabulary:
         weights = None
         if sum_exp is not None:
             weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
-        return Predicted(self._target_ids(index.long()), weights)
+        return Prediction(self._target_ids(index.long()), weights)
 
     def candidates(self, logits: Tensor, count: int) -> Candidates:
         """The tokens of the largest logits, the same on every rank.

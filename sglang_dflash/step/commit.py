@@ -10,18 +10,18 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from torch import Tensor
 
-from sglang_dflash.method.acceptance import Accepted, Outcome
+from sglang_dflash.method.acceptance import AcceptResult, Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.policies import (
-    Committed,
+    CommittedTokens,
     CommittedStep,
     Logprobs,
     StepObserver,
     TargetStates,
 )
 from sglang_dflash.step.sample import LogitRules
-from sglang_dflash.step.verify import Verified
+from sglang_dflash.step.verify import VerifyResult
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Committer:
         self.observers = observers
 
     def commit(
-        self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
+        self, batch: ScheduleBatch, drafted: Block, verified: VerifyResult, outcome: Outcome
     ) -> GenerationBatchResult:
         """Give the accepted tokens to their requests.
 
@@ -54,7 +54,7 @@ class Committer:
             return self._commit(batch, drafted, verified, outcome)
 
     def _commit(
-        self, batch: ScheduleBatch, drafted: Block, verified: Verified, outcome: Outcome
+        self, batch: ScheduleBatch, drafted: Block, verified: VerifyResult, outcome: Outcome
     ) -> GenerationBatchResult:
         block = verified.block
         output = verified.output
@@ -81,7 +81,7 @@ class Committer:
         result.num_correct_drafts_per_req_cpu = [count - 1 for count in num_committed]
         return result
 
-    def _commit_requests(self, batch: ScheduleBatch, outcome: Outcome) -> list[Committed]:
+    def _commit_requests(self, batch: ScheduleBatch, outcome: Outcome) -> list[CommittedTokens]:
         """outcome: on the host."""
         committed = []
         think_end = batch.model_config.think_end_id
@@ -94,7 +94,7 @@ class Committer:
             _count(req, num_committed, num_accepted)
             if think_end is not None and req.require_reasoning:
                 req.update_reasoning_tokens(tokens, think_end)
-            committed.append(Committed(tokens, num_accepted))
+            committed.append(CommittedTokens(tokens, num_accepted))
         return committed
 
 
@@ -148,7 +148,7 @@ def _count(req: Req, num_committed: int, num_accepted: int) -> None:
     req.spec_num_correct_drafts += num_accepted
 
 
-def _advance(batch: ScheduleBatch, accepted: Accepted, committed: list[int]) -> None:
+def _advance(batch: ScheduleBatch, accepted: AcceptResult, committed: list[int]) -> None:
     """Advance all lengths in new tensors. committed: the length of each request on the host.
 
     Device and host differ only for requests that finished inside their accepted tokens. Those

@@ -12,7 +12,7 @@ from sglang_dflash.step.prefill import all_start_to_decode
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.state import HostCopy
-from sglang_dflash.step.verify import Verified, Verifier
+from sglang_dflash.step.verify import Verifier, VerifyResult
 
 
 class DraftLater:
@@ -21,7 +21,7 @@ class DraftLater:
     def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> None:
         return None
 
-    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> None:
+    def after_verify(self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy) -> None:
         return None
 
 
@@ -56,7 +56,7 @@ class DraftAhead:
         self._slots.reserve(batch.reqs)
         return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
 
-    def after_verify(self, batch: ScheduleBatch, verified: Verified, copy: HostCopy) -> Block:
+    def after_verify(self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy) -> Block:
         accepted = verified.accepted
         rows = batch.req_pool_indices
         most_committed: Tensor | int = verified.block.width

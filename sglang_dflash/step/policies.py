@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.state import HostCopy
-from sglang_dflash.step.verify import Verified
+from sglang_dflash.step.verify import VerifyResult
 
 
 class Choice(Protocol):
@@ -45,9 +45,9 @@ class NextDraft(Protocol):
         """anchors: [B] int64, the first tokens."""
 
     def after_verify(
-        self, batch: ScheduleBatch, verified: Verified, copy: HostCopy
+        self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy
     ) -> Block | None:
-        """copy: of `Accepted.packed`."""
+        """copy: of `AcceptResult.packed`."""
 
 
 class Logprobs(Protocol):
@@ -87,7 +87,7 @@ class NoStates:
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedTokens:
     """The tokens that a step committed to a request, at least one."""
 
     tokens: list[int]
@@ -101,7 +101,7 @@ class CommittedStep:
     reqs: list[Req]
     drafted: Block  # the whole block, of which a part was verified
     widths: list[int]  # positions that were verified
-    committed: list[Committed]
+    committed: list[CommittedTokens]
 
     @property
     def accepted(self) -> list[int]:

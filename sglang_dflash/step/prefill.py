@@ -17,7 +17,7 @@ from sglang_dflash.step.state import HostCopy
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class PrefillResult:
     result: GenerationBatchResult
     anchors: Tensor  # [B] int64, the first tokens
     copy: HostCopy  # of the anchors
@@ -41,7 +41,7 @@ class Prefill:
             # The captured model returns hidden states. SGLang's runner assumes that it does not.
             graphs.capture_hidden_mode = CaptureHiddenMode.FULL
 
-    def run(self, batch: ScheduleBatch) -> Prefilled:
+    def run(self, batch: ScheduleBatch) -> PrefillResult:
         """Run a prefill. The first tokens are copied before the context KV is queued."""
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self._runner)
@@ -58,7 +58,7 @@ class Prefill:
         if batch.return_hidden_states:
             _append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None
-        return Prefilled(result, first, copy)
+        return PrefillResult(result, first, copy)
 
 
 def all_start_to_decode(batch: ScheduleBatch) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.method.block import Block
-from sglang_dflash.model.lm_head import Predicted
+from sglang_dflash.model.lm_head import Prediction
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.step.window import DraftWindow
@@ -69,7 +69,7 @@ class Drafter:
             seq_lens,
             seq_lens_cpu,
         )
-        drafts, probabilities = Predicted.unpack(drafts, self._runner.model.return_probs)
+        drafts, probabilities = Prediction.unpack(drafts, self._runner.model.return_probs)
         # This copies the drafts: the graphs of draft and target share memory.
         token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         return Block(token_ids, positions, slots, probabilities)

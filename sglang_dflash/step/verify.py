@@ -21,7 +21,7 @@ from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
-from sglang_dflash.method.acceptance import Accepted
+from sglang_dflash.method.acceptance import AcceptResult
 from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
@@ -45,9 +45,9 @@ PREFILL_ONLY_FIELDS = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     block: Block
-    accepted: Accepted
+    accepted: AcceptResult
     result: GenerationBatchResult  # of the target's forward, `output` inside
 
     @property
@@ -119,12 +119,12 @@ class Verifier:
         """Drop the plan, because a prefill or new graphs come between it and its verify."""
         self._planned = None
 
-    def verify(self, batch: ScheduleBatch, block: Block) -> Verified:
+    def verify(self, batch: ScheduleBatch, block: Block) -> VerifyResult:
         """Run the target over the block, and accept the drafts that equal its own draws."""
         with self._clock("verify"):
             return self._verify(batch, block)
 
-    def _verify(self, batch: ScheduleBatch, block: Block) -> Verified:
+    def _verify(self, batch: ScheduleBatch, block: Block) -> VerifyResult:
         self._graphs.use(block.width)
         simulated = self._simulated(batch, block) if self._simulated_length > 0 else None
         result = self._forward(batch, block)
@@ -144,7 +144,7 @@ class Verifier:
             self._target.model_config.context_len,
             simulated,
         )
-        return Verified(block, accepted, result)
+        return VerifyResult(block, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: Block) -> GenerationBatchResult:
         """The target's forward over the block, by its plan if there is one."""

@@ -19,7 +19,7 @@ from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.state import DFlashState, HostCopy
-from sglang_dflash.step.verify import TargetGraphs, Verified, Verifier
+from sglang_dflash.step.verify import TargetGraphs, Verifier, VerifyResult
 
 NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."
 
@@ -30,7 +30,7 @@ class Launched:
 
     block: Block  # anchors and drafts
     choice: Choice  # the part of it that is verified
-    verified: Verified
+    verified: VerifyResult
     copy: HostCopy  # of `verified.accepted.packed`
     following: Block | None  # the next block, if it is drafted ahead
 
@@ -106,7 +106,7 @@ class DFlashWorker:
         step.choice.learn(outcome.num_accepted)
         return self.committer.commit(batch, step.block, step.verified, outcome)
 
-    def _write_context(self, verified: Verified) -> None:
+    def _write_context(self, verified: VerifyResult) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
         block = verified.block
         positions = block.flatten(block.positions)

@@ -14,7 +14,7 @@ from sglang_dflash.report.metrics import (
     MeanWidth,
 )
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from sglang_dflash.step.policies import Committed, CommittedStep
+from sglang_dflash.step.policies import CommittedStep, CommittedTokens
 from test.inprocess import InProcess
 from test.worker.conftest import force, prompt
 
@@ -23,7 +23,7 @@ RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
 
 def step(widths: list[int], accepted: list[int]) -> CommittedStep:
     """A step of which only these are known."""
-    committed = [Committed([], number) for number in accepted]
+    committed = [CommittedTokens([], number) for number in accepted]
     return CommittedStep([], None, widths, committed)  # type: ignore[arg-type]
 
 

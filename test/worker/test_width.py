@@ -22,7 +22,7 @@ from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, Fixed, FixedWidth
 from sglang_dflash.errors import Refusal
 from sglang_dflash.method.block import Block
-from sglang_dflash.model.lm_head import Predicted
+from sglang_dflash.model.lm_head import Prediction
 from sglang_dflash.report.hooks import meta_info
 from sglang_dflash.report.metrics import AcceptanceHistogram
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
@@ -110,8 +110,8 @@ def test_a_probability_that_is_no_number_counts_as_0(
         blocks: list[Block] = []
         predict = model.vocabulary.predict
 
-        def garbled(hidden: torch.Tensor, return_probs: bool) -> Predicted:
-            predicted: Predicted = predict(hidden, return_probs)
+        def garbled(hidden: torch.Tensor, return_probs: bool) -> Prediction:
+            predicted: Prediction = predict(hidden, return_probs)
             lost = torch.full(predicted.ids.shape, float("nan"))
             return predicted._replace(probabilities=lost)
 

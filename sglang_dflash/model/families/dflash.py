@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_dflash.model.head import DraftHead
-from sglang_dflash.model.lm_head import Predicted
+from sglang_dflash.model.lm_head import Prediction
 
 
 class Head(DraftHead):
@@ -15,7 +15,7 @@ class Head(DraftHead):
         super().bind(*given)
         self.rank_local = self.vocabulary.whole_head
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         return self.vocabulary.predict(self.drafting(hidden), return_probs)
 
     def drafting(self, hidden: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from sglang_dflash.model.families import dflash
 from sglang_dflash.model.families.sequential import SequentialHead
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
-from sglang_dflash.model.lm_head import Candidates, Predicted, Vocabulary
+from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary
 from sglang_dflash.model.rope import DraftRotary
 
 
@@ -121,7 +121,7 @@ class Selection(SequentialHead):
         super().bind(*given)
         self.candidate_selector.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         """As `SequentialHead.blocks`. A draft's probability is its weight among the candidates."""
         anchors = token_ids[:, :1]
         drafting = hidden[:, self.config.first_drafting :]  # [B, S, H]
@@ -137,10 +137,10 @@ class Selection(SequentialHead):
         steps = torch.cat(path, dim=1)[:, :, None]  # [B, S + 1, 1]
         drafts = ids.gather(2, steps[:, 1:]).flatten()
         if not return_probs:
-            return Predicted(drafts, None)
+            return Prediction(drafts, None)
         taken = steps[:, :-1, :, None].expand(-1, -1, -1, self.candidate_selector.top_k)
         weights = scores.gather(2, taken).softmax(dim=3).amax(dim=3)  # [B, S, 1]
-        return Predicted(drafts, weights.flatten())
+        return Prediction(drafts, weights.flatten())
 
     def _candidates(self, drafting: Tensor) -> Candidates:
         """The candidates of each position, [B, S, k] each.

@@ -16,7 +16,7 @@ from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats.domino import Domino
 from sglang_dflash.model.families.sequential import SequentialHead
 from sglang_dflash.model.head import DraftHead
-from sglang_dflash.model.lm_head import Predicted
+from sglang_dflash.model.lm_head import Prediction
 
 
 class PrefixCell(nn.Module):
@@ -71,7 +71,7 @@ class PrefixChain(SequentialHead):
         super().bind(*given)
         self.vocabulary.fit_output(self.embed_proj.get_parameter("2.weight"))
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
         predicting = slice(0, self.width - 1) if self.family.shifted else slice(1, self.width)
         hidden = hidden[:, predicting].contiguous()
@@ -90,7 +90,7 @@ class PrefixChain(SequentialHead):
                 draft = self.vocabulary.biased_largest(logits[n], inner, outer, return_probs)
             drafts.append(draft)
             token = draft.ids
-        return Predicted.of_blocks(drafts)
+        return Prediction.of_blocks(drafts)
 
 
 def head(config: DFlashConfig) -> DraftHead:

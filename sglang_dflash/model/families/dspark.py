@@ -17,7 +17,7 @@ from sglang_dflash.checkpoint.formats.dspark import DSpark, Markov
 from sglang_dflash.model.families import dflash
 from sglang_dflash.model.families.sequential import SequentialHead
 from sglang_dflash.model.head import DraftHead
-from sglang_dflash.model.lm_head import Predicted, Vocabulary
+from sglang_dflash.model.lm_head import Prediction, Vocabulary
 
 
 class MarkovHead(nn.Module):
@@ -129,7 +129,7 @@ class Chain(SequentialHead):
         super().bind(*given)
         self.markov_head.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         markov = self.markov_head
         confidence = self.confidence_head
         first = self.config.first_drafting
@@ -151,11 +151,11 @@ class Chain(SequentialHead):
             token = biased.ids
             drafts.append(biased)
             markov_rows.append(row)
-        found = Predicted.of_blocks(drafts)
+        found = Prediction.of_blocks(drafts)
         if not return_probs or confidence is None:
             return found
         before = torch.stack(markov_rows, dim=1).flatten(0, 1)
-        return Predicted(found.ids, confidence(drafting.flatten(0, 1), before))
+        return Prediction(found.ids, confidence(drafting.flatten(0, 1), before))
 
 
 class Confident(dflash.Head):
@@ -169,9 +169,10 @@ class Confident(dflash.Head):
         super().bind(*given)
         self.rank_local = True
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         ids = super().predict(hidden, token_ids, return_probs=False).ids
-        return Predicted(ids, self.confidence_head(self.drafting(hidden)) if return_probs else None)
+        probabilities = self.confidence_head(self.drafting(hidden)) if return_probs else None
+        return Prediction(ids, probabilities)
 
 
 def head(config: DFlashConfig) -> DraftHead:

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.model.head import DraftHead
-from sglang_dflash.model.lm_head import TOKEN_CHUNK, Predicted
+from sglang_dflash.model.lm_head import TOKEN_CHUNK, Prediction
 
 
 class SequentialHead(DraftHead):
     """Walks over the positions of blocks."""
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         size = max(1, TOKEN_CHUNK // self.width)  # blocks whose logits are alive at once
         states = hidden.view(-1, self.width, hidden.shape[1]).split(size)
         ids = token_ids.view(-1, self.width).split(size)
         parts = [self.blocks(*blocks, return_probs) for blocks in zip(states, ids, strict=True)]
-        return Predicted.cat(parts)
+        return Prediction.cat(parts)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Predicted:
+    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
         """The drafts of B blocks, [B * drafts].
 
         hidden: [B, N, H]; token_ids: [B, N] int64.
