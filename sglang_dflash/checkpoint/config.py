@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 Shape = tuple[int, ...]
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint import formats
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Fields, Name, Names, Place
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.others import other_method
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
@@ -20,6 +20,14 @@ from sglang_dflash.errors import Refusal, shown
 MODELOPT_CONFIG = "hf_quant_config.json"
 # speculators' configs may also have the class of a family, and those of a family z-lab's class.
 FIRST, LAST = "speculators", "zlab"
+
+
+class Kind(Fields):
+    """Fields that name a format. They hold names, on which `matches` of the formats relies."""
+
+    model_type: Name | None = None
+    speculators_model_type: Name | None = None
+    projector_type: Name | None = None
 
 
 def _formats() -> dict[str, ModuleType]:
@@ -37,7 +45,10 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
 
     raw: the config. file: its name in the refusal.
     """
-    _check_names(Fields(raw, str(file)))
+    top = Place(raw, str(file))
+    top.one("architectures", Names)
+    for place in (top, top.section("dflash_config")):
+        place.read(Kind)
     matching = [name for name, adapter in FORMATS.items() if adapter.matches(raw)]
     found = matching[0] if matching else None
     other = other_method(raw, file, found)
@@ -50,14 +61,6 @@ def format_of(raw: dict[str, Any], file: Path) -> str:
         f"{shown(raw.get('architectures'))}, model_type {shown(raw.get('model_type'))}.",
         f"Use one of the formats {', '.join(FORMATS)}.",
     )
-
-
-def _check_names(top: Fields) -> None:
-    """Raise `Refusal` unless the fields that name a format hold names. Adapters rely on it."""
-    top.names("architectures")
-    for fields in (top, top.section("dflash_config")):
-        for key in ("model_type", "speculators_model_type", "projector_type"):
-            fields.optional_name(key)
 
 
 def read_draft(path: str | Path, headers: Tensors | None = None) -> tuple[DFlashConfig, Tensors]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.fields import CORRECT_CONFIG, Fields
+from sglang_dflash.checkpoint.fields import CORRECT_CONFIG, Name, Names, Place, Positive
 from sglang_dflash.checkpoint.tensors import Tensors, faults
 from sglang_dflash.errors import WITHOUT_DFLASH, Refusal
 
@@ -34,32 +34,33 @@ class Target:
     keeps_other_states: bool = False  # it has recurrent states that are not served
 
 
-def target_of(fields: Fields, path: str) -> Target:
+def target_of(place: Place, path: str) -> Target:
     """The target that the (text) fields of a config.json describe. Raises `Refusal`."""
-    missing = [name for name in TARGET_FIELDS if fields.optional_positive(name) is None]
+    sizes = {key: place.one(key, Positive) for key in TARGET_FIELDS}
+    missing = [key for key, size in sizes.items() if size is None]
     if missing:
-        raise fields.refuse(
+        raise place.refuse(
             f"is not the config of a target: it has no {' and no '.join(missing)}",
             "Give the folder of a target as --target.",
         )
-    layers, hidden_size, vocab_size = map(fields.positive, TARGET_FIELDS)
-    return Target(path, layers, hidden_size, vocab_size, _keeps_other_states(fields))
+    layers, hidden_size, vocab_size = sizes.values()
+    return Target(path, layers, hidden_size, vocab_size, _keeps_other_states(place))
 
 
-def _keeps_other_states(fields: Fields) -> bool:
+def _keeps_other_states(place: Place) -> bool:
     """Whether a target has recurrent states that are not served.
 
     Those of gated delta networks are, in the classes of SGLang that return hidden states. This goes
     by names, because `inspect` runs without SGLang. A server asks the classes (`targets.hybrid`).
     """
-    if (fields.optional_name("model_type") or "").startswith(SERVED_STATES):
+    if place.one("model_type", Name, "").startswith(SERVED_STATES):
         return False
-    kinds = {*fields.names("layer_types"), *fields.names("layers_block_type")}
+    kinds = {*place.one("layer_types", Names, ()), *place.one("layers_block_type", Names, ())}
     if kinds:
         return not kinds.isdisjoint(STATE_LAYERS)
     # Nemotron H: one letter per layer
-    pattern = fields.optional_name("hybrid_override_pattern") or ""
-    return "M" in pattern or any(fields.raw.get(name) is not None for name in STATE_FIELDS)
+    pattern = place.one("hybrid_override_pattern", Name, "")
+    return "M" in pattern or not place.raw.keys().isdisjoint(STATE_FIELDS)
 
 
 def misfits(draft: DFlashConfig, target: Target) -> list[Refusal]:

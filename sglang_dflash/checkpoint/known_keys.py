@@ -1,21 +1,9 @@
 """The keys of a draft's config that are known. Any other one may change what a draft computes.
 
-A format lists the keys that it reads. Those here are read in every format, or need no reading.
+The models of a format declare the keys that it reads. Those here need no reading, or one value.
 """
 
 from __future__ import annotations
-
-# Whether all layers are causal in the block: ModelOpt, vLLM and NeMo Automodel write `causal`,
-# z-lab and SpecForge `is_causal`, JetSpec `causal_head`.
-DIRECTION = ("causal", "is_causal", "causal_head")
-
-# Of the layers, in Transformers' `Qwen3Config`.
-BODY = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "hidden_act"),
-    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
-    *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
-)
 
 # Values that the layers of other models have, beside those that a Qwen 3 layer implies.
 OF_OTHER_LAYERS = {

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Shape
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Object, Place
 from sglang_dflash.checkpoint.files import (
     FETCH_AGAIN,
     JSON_LIMIT,
@@ -119,7 +119,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         return [present[name] for name in sorted(present)]
     names = set()
-    for name in Fields(read_json(index, JSON_LIMIT), str(index)).section("weight_map").raw.values():
+    files = Place(read_json(index, JSON_LIMIT), str(index)).one("weight_map", Object, {})
+    for name in files.values():
         if not isinstance(name, str) or name not in present:
             raise Refusal(
                 f"The file {index} names {shown(name)}, which is missing in its folder.",

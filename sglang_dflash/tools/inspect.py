@@ -15,7 +15,7 @@ from rich.table import Table
 
 from sglang_dflash.checkpoint import hub, read_draft
 from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention, Rope
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Place
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits, target_of
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
@@ -134,7 +134,7 @@ def _target(folder: Path) -> Target:
     file = folder / "config.json"
     raw = read_json(file.resolve())  # files of a target may be links
     text = raw.get("text_config") or raw
-    return target_of(Fields(text if isinstance(text, dict) else {}, str(file)), str(folder))
+    return target_of(Place(text if isinstance(text, dict) else {}, str(file)), str(folder))
 
 
 def _text_of(token: int, file: Path) -> str | None:
@@ -147,7 +147,7 @@ def _text_of(token: int, file: Path) -> str | None:
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and entry.get("id") == token:
             return str(entry.get("content"))
-    vocabulary = Fields(raw, str(file)).section("model").raw.get("vocab")
+    vocabulary = Place(raw, str(file)).section("model").raw.get("vocab")
     texts = vocabulary if isinstance(vocabulary, dict) else {}
     return next((text for text, number in texts.items() if number == token), None)
 

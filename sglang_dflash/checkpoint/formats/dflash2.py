@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import Field
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Family, Shape
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Fields, Place, Positive
 from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.tensors import Tensors
 
-HEAD_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # z-lab publishes codebooks without `.weight`. Its own class saves them with it.
 CODEBOOK = re.compile(r"(candidate_selector\.\w+_codebook)\.weight")
 
 # Of a position. Published selectors have 16, and each is a row of a codebook.
 MOST_CANDIDATES = 1024
+Candidates: TypeAlias = Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
+
+
+class Parts(Fields):
+    """Fields beside z-lab's."""
+
+    conv_kernel_size: Positive | None = None
+    conv_group_size: Positive | None = None
+    selector_rank: Positive | None = None
+    selector_top_k: Candidates | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,9 @@ def matches(raw: dict[str, Any]) -> bool:
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
-    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
-
-    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
-    checkpoint's, by the model's own names.
-    """
-    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS)
-    family = read_parts(method, body)
+    """The configuration of a draft of this format. Raises `Refusal`, which names the field."""
+    body, method = zlab.read_body(raw, path, name, tensors, Parts)
+    family = read_parts(method, method.read(Parts), body)
     if family.convolution is None and family.selector is None:
         raise method.refuse(
             "has neither conv_kernel_size nor selector_rank, and a DFlash 2 draft has one of them"
@@ -98,57 +105,47 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
     return replace(body, family=family)
 
 
-def read_parts(fields: Fields, body: DFlashConfig) -> DFlash2:
-    """The parts of a DFlash 2 draft. Raises `Refusal`."""
-    return DFlash2(
-        _read_convolution(fields, body.hidden_size, body.draft_width),
-        _read_selector(fields, body.vocab_size),
-    )
+def read_parts(place: Place, parts: Parts, body: DFlashConfig) -> DFlash2:
+    """The parts of a DFlash 2 draft. Raises `Refusal`.
+
+    place: of the fields `parts`. body: the draft without them.
+    """
+    return DFlash2(_convolution(place, parts, body), _selector(place, parts, body))
 
 
-def _read_convolution(fields: Fields, hidden_size: int, draft_width: int) -> Convolution | None:
-    """hidden_size, draft_width: the draft's. speculators refuses more taps than positions, too."""
-    stated = _pair(fields, "conv_kernel_size", "conv_group_size")
-    if stated is None:
+def _convolution(place: Place, parts: Parts, body: DFlashConfig) -> Convolution | None:
+    taps, group = parts.conv_kernel_size, parts.conv_group_size
+    if taps is None or group is None:
+        _neither(place, parts, "conv_kernel_size", "conv_group_size")
         return None
-    taps, group = stated
-    if hidden_size % group:
-        raise fields.refuse(
-            f"has conv_group_size = {group}, which does not divide hidden_size = {hidden_size}"
+    if body.hidden_size % group:
+        raise place.refuse(
+            f"has conv_group_size = {group}, which does not divide hidden_size = {body.hidden_size}"
         )
-    if taps > draft_width:
-        raise fields.refuse(
-            f"has conv_kernel_size = {taps}, which is more than block_size = {draft_width}"
+    if taps > body.draft_width:  # speculators refuses it, too
+        raise place.refuse(
+            f"has conv_kernel_size = {taps}, which is more than block_size = {body.draft_width}"
         )
     return Convolution(taps, group)
 
 
-def _read_selector(fields: Fields, vocab_size: int) -> Selector | None:
-    """vocab_size: the target's."""
-    stated = _pair(fields, "selector_rank", "selector_top_k")
-    if stated is None:
+def _selector(place: Place, parts: Parts, body: DFlashConfig) -> Selector | None:
+    rank, top_k = parts.selector_rank, parts.selector_top_k
+    if rank is None or top_k is None:
+        _neither(place, parts, "selector_rank", "selector_top_k")
         return None
-    rank, top_k = stated
-    if top_k > MOST_CANDIDATES:
-        raise fields.refuse(
-            f"has selector_top_k = {top_k}, which must be at most {MOST_CANDIDATES}"
-        )
-    if top_k > vocab_size:
-        raise fields.refuse(
-            f"has selector_top_k = {top_k}, which is more than vocab_size = {vocab_size}"
+    if top_k > body.vocab_size:
+        raise place.refuse(
+            f"has selector_top_k = {top_k}, which is more than vocab_size = {body.vocab_size}"
         )
     return Selector(rank, top_k)
 
 
-def _pair(fields: Fields, one: str, other: str) -> tuple[int, int] | None:
-    """Two positive integers, or None if both are absent."""
-    first, second = fields.optional_positive(one), fields.optional_positive(other)
-    if first is None and second is None:
-        return None
-    if first is None or second is None:
-        stated, absent = (other, one) if first is None else (one, other)
-        raise fields.refuse(f"has {stated} but no {absent}")
-    return first, second
+def _neither(place: Place, parts: Parts, one: str, other: str) -> None:
+    """Raise `Refusal` if one of two fields is stated, of which there are both or none."""
+    for stated, absent in ((one, other), (other, one)):
+        if getattr(parts, stated) is not None:
+            raise place.refuse(f"has {stated} but no {absent}")
 
 
 def rename(name: str) -> str:

@@ -10,10 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Family, Shape
+from sglang_dflash.checkpoint.fields import Fields, Flag, Positive, Whole
 from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.tensors import Tensors
 
-HEAD_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
+
+class Gru(Fields):
+    """Fields beside z-lab's. The defaults are those of SpecForge's class."""
+
+    emb_dim: Positive
+    gru_hidden_dim: Positive
+    pure_draft_prefix_len: Whole = 0
+    shift_label: Flag = False
 
 
 @dataclass(frozen=True)
@@ -52,27 +60,18 @@ def matches(raw: dict[str, Any]) -> bool:
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
-    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
-
-    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
-    checkpoint's, by the model's own names.
-    """
-    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS)
+    """The configuration of a draft of this format. Raises `Refusal`, which names the field."""
+    body, method = zlab.read_body(raw, path, name, tensors, Gru)
+    gru = method.read(Gru)
     if body.sample_from_anchor:
         raise method.refuse("has sample_from_anchor, which a Domino draft states by shift_label")
-    pure_prefix = method.optional_int("pure_draft_prefix_len") or 0
-    if pure_prefix >= body.draft_width:
+    if gru.pure_draft_prefix_len >= body.draft_width:
         raise method.refuse(
-            f"has pure_draft_prefix_len = {pure_prefix}, which must be less than block_size = "
-            f"{body.draft_width}"
+            f"has pure_draft_prefix_len = {gru.pure_draft_prefix_len}, which must be less than "
+            f"block_size = {body.draft_width}"
         )
-    gru = Domino(
-        emb_dim=method.positive("emb_dim"),
-        gru_hidden_dim=method.positive("gru_hidden_dim"),
-        pure_prefix=pure_prefix,
-        shifted=method.boolean("shift_label", False),
-    )
-    return replace(body, family=gru)
+    family = Domino(gru.emb_dim, gru.gru_hidden_dim, gru.pure_draft_prefix_len, gru.shift_label)
+    return replace(body, family=family)
 
 
 def rename(name: str) -> str:

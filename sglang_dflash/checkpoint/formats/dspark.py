@@ -11,18 +11,25 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Family, Shape
-from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.fields import Fields, Flag, Number, Place, Unread, Whole
 from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.errors import shown
 
 ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel"}
-HEAD_FIELDS = (
-    *("markov_rank", "markov_head_type", "enable_confidence_head"),
-    *("confidence_head_with_markov", "confidence_head_alpha"),
-)
 SECTIONS = ("dflash_config", "dspark_config")
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+
+class Heads(Fields):
+    """Fields beside z-lab's. The defaults are those of DeepSpec and SpecForge."""
+
+    sample_from_anchor: Flag = True
+    markov_rank: Whole = 0
+    markov_head_type: Unread = None  # one of MARKOV_KINDS, if the rank is not 0
+    enable_confidence_head: Flag | None = None  # by default, it is there if it has a loss
+    confidence_head_alpha: Number = 0.0  # weight of that loss
+    confidence_head_with_markov: Unread = False  # a flag, if there is such a head
 
 
 @dataclass(frozen=True)
@@ -89,56 +96,45 @@ def matches(raw: dict[str, Any]) -> bool:
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
-    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
+    """The configuration of a draft of this format. Raises `Refusal`, which names the field."""
+    body, method = zlab.read_body(raw, path, name, tensors, Heads, SECTIONS)
+    heads = method.read(Heads)
+    family = read_heads(method, heads)
+    return replace(body, sample_from_anchor=heads.sample_from_anchor, family=family)
 
-    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
-    checkpoint's, by the model's own names.
+
+def read_heads(place: Place, heads: Heads) -> Family:
+    """The heads of a DSpark draft. Without any, it is a DFlash draft. Raises `Refusal`.
+
+    place: of the fields `heads`.
     """
-    body, method = zlab.read_body(raw, path, name, tensors, HEAD_FIELDS, SECTIONS)
-    trained = method.number("confidence_head_alpha", 0.0) > 0
-    return replace(
-        body,
-        sample_from_anchor=method.boolean("sample_from_anchor", True),
-        family=read_heads(method, default_rank=0, enabled=trained, with_markov=False),
-    )
-
-
-def read_heads(fields: Fields, default_rank: int, enabled: bool, with_markov: bool) -> Family:
-    """The heads of a DSpark draft. Without any, it is a DFlash draft.
-
-    default_rank, enabled, with_markov: a format's defaults, of the Markov head's rank, of whether
-    there is a confidence head, and of whether that one reads the Markov head.
-    """
-    markov = _read_markov(fields, default_rank)
-    confidence = _read_confidence(fields, markov, enabled, with_markov)
+    markov = _markov(place, heads)
+    enabled = heads.enable_confidence_head
+    if enabled is None:
+        enabled = heads.confidence_head_alpha > 0
+    confidence = _confidence(place, heads, markov) if enabled else None
     if markov is None and confidence is None:
         return Family()
     return DSpark(markov, confidence)
 
 
-def _read_markov(fields: Fields, default_rank: int) -> Markov | None:
+def _markov(place: Place, heads: Heads) -> Markov | None:
     """The Markov head. None for rank 0: each position is then predicted by itself."""
-    rank = fields.optional_int("markov_rank")
-    if rank is None:
-        rank = default_rank
-    if rank == 0:
+    if heads.markov_rank == 0:
         return None
-    kind = fields.raw.get("markov_head_type") or "vanilla"
+    kind = heads.markov_head_type or "vanilla"
     if kind not in MARKOV_KINDS:
-        raise fields.refuse(
+        raise place.refuse(
             f"has markov_head_type = {shown(kind)}, which must be one of {', '.join(MARKOV_KINDS)}"
         )
-    return Markov(kind, rank)
+    return Markov(kind, heads.markov_rank)
 
 
-def _read_confidence(
-    fields: Fields, markov: Markov | None, enabled: bool, with_markov: bool
-) -> Confidence | None:
-    if not fields.boolean("enable_confidence_head", enabled):
-        return None
-    with_markov = fields.boolean("confidence_head_with_markov", with_markov)
+def _confidence(place: Place, heads: Heads, markov: Markov | None) -> Confidence:
+    default = heads.confidence_head_with_markov
+    with_markov = place.one("confidence_head_with_markov", Flag, default)
     if with_markov and markov is None:
-        raise fields.refuse(
+        raise place.refuse(
             "has markov_rank 0, and a confidence head that reads the Markov head",
             "State enable_confidence_head or confidence_head_with_markov as false.",
         )

@@ -5,35 +5,55 @@ NeMo Automodel writes the same format with a class of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
-from sglang_dflash.checkpoint.config import DFlashConfig, LayerAttention
+from sglang_dflash.checkpoint import transformer
+from sglang_dflash.checkpoint.config import SLIDING, DFlashConfig, LayerAttention
 from sglang_dflash.checkpoint.fields import (
-    FULL,
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    SLIDING,
     Fields,
+    Flag,
+    LayerIds,
+    NumLayers,
+    NumPositions,
+    Place,
+    Positive,
+    PositiveNumber,
+    Quantization,
+    Unread,
+    Whole,
 )
-from sglang_dflash.checkpoint.known_keys import (
-    BODY,
-    BOOKKEEPING,
-    DIRECTION,
-    OF_OTHER_LAYERS,
-    OF_TARGETS,
-    TRAINING,
-)
+from sglang_dflash.checkpoint.known_keys import BOOKKEEPING, OF_OTHER_LAYERS, OF_TARGETS, TRAINING
 from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.errors import shown
 
-TOP = ("draft_vocab_size", "quantization_config")  # at the top level only
 ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel"}
-# Fields that are in `dflash_config` or at the top level, and that must agree if they are in both.
-METHOD = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers"),
-    *("sample_from_anchor", "projector_type", "attention_mode", "use_swa", "swa_window_size"),
-    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    "mask_token",  # the text of the mask, which its id stands for
-)
+
+
+class Top(transformer.Body):
+    """Fields that are at the top level only."""
+
+    draft_vocab_size: Positive | None = None
+    quantization_config: Quantization | None = None
+    target_hidden_size: Positive | None = None
+
+
+class Method(Fields):
+    """Fields in `dflash_config` or at the top level, which must agree if they are in both."""
+
+    block_size: NumPositions
+    mask_token_id: Whole
+    mask_token: Unread = None  # the text of the mask, which its id stands for
+    target_layer_ids: LayerIds | None = None
+    num_target_layers: NumLayers | None = None
+    sample_from_anchor: Flag = False
+    projector_type: Unread = None  # `matches` of the formats read it
+    attention_mode: Literal["mha", "gqa"] | None = None
+    use_swa: Flag = False
+    swa_window_size: Positive | None = None
+    input_embedding_scale: PositiveNumber | None = None
+    output_multiplier: PositiveNumber = 1.0
+    final_logit_softcapping: PositiveNumber | None = None
 
 
 def projector_type(raw: dict[str, Any]) -> Any:
@@ -58,11 +78,7 @@ def default_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
 
 
 def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashConfig:
-    """The configuration of a draft of this format. Raises `Refusal` for a wrong or missing field.
-
-    raw: its config.json. path: its folder. name: this format's in `FORMATS`. tensors: the
-    checkpoint's, by the model's own names.
-    """
+    """The configuration of a draft of this format. Raises `Refusal`, which names the field."""
     return read_body(raw, path, name, tensors)[0]
 
 
@@ -71,89 +87,103 @@ def read_body(
     path: str,
     name: str,
     tensors: Tensors,
-    heads: tuple[str, ...] = (),
+    head: type[Fields] = Fields,
     names: tuple[str, ...] = ("dflash_config",),
-) -> tuple[DFlashConfig, Fields]:
-    """The configuration without heads, and the fields of the method, in `METHOD` and `heads`.
+) -> tuple[DFlashConfig, Place]:
+    """The configuration without a head, and the fields of `Method` and `head` by their keys.
 
-    heads: fields that a family has beside them. names: of the sections that hold such fields.
+    head: the fields that a family has beside them. names: of the sections that hold such fields.
     """
-    top = Fields(raw, f"{path}/config.json")
+    top = Place(raw, f"{path}/config.json")
     sections = [top.section(section) for section in names]
-    method = top.agreed(sections, (*METHOD, *heads))
-    num_layers = top.positive("num_hidden_layers", MOST_LAYERS)
-    num_target_layers = method.optional_positive("num_target_layers", MOST_LAYERS)
-    ids = method.optional_layer_ids("target_layer_ids", embedding=-1)
-    if ids is None and num_target_layers is not None:
-        ids = default_target_layer_ids(num_target_layers, num_layers)
-        if ids[-1] < ids[0] or ids[0] < 0:
-            raise top.refuse(f"has num_target_layers = {num_target_layers}, which are too few")
-    if ids is None:
+    keys = (*Method.model_fields, *head.model_fields)
+    stated = _agreed(top, sections, keys)
+    body, method = top.read(Top), stated.read(Method)
+    _check_keys(top, sections, keys)
+    _check_vocabulary(top, body, tensors)
+    layer_types = transformer.read_layer_types(top, body)
+    causal = transformer.read_direction(top, sections)
+    config = DFlashConfig(
+        path=path,
+        format=name,
+        draft_width=method.block_size,
+        sample_from_anchor=method.sample_from_anchor,
+        mask_token_id=method.mask_token_id,
+        target_layer_ids=_target_layer_ids(top, method, body.num_hidden_layers),
+        num_target_layers=method.num_target_layers,
+        target_hidden_size=body.target_hidden_size or body.hidden_size,
+        attention=_attention(top, body, method, causal, layer_types),
+        embedding_scale=method.input_embedding_scale,
+        quantization=body.quantization_config,
+        logit_multiplier=method.output_multiplier,
+        logit_cap=method.final_logit_softcapping,
+        **transformer.in_common(top, body, layer_types, tensors),
+    )
+    return config, stated
+
+
+def _agreed(top: Place, sections: Iterable[Place], keys: Iterable[str]) -> Place:
+    """The fields `keys`, each from the place that states it. Two places must state the same."""
+    stated: dict[str, Any] = {}
+    for key in keys:
+        for place in (top, *sections):
+            value = place.raw.get(key)
+            if value is None:
+                continue
+            if key in stated and stated[key] != value:
+                raise top.refuse(
+                    f"has {key} = {shown(stated[key])}, but {shown(value)} in its "
+                    f"{place.section_name}"
+                )
+            stated[key] = value
+    return Place(stated, top.file)
+
+
+def _check_keys(top: Place, sections: Iterable[Place], keys: Iterable[str]) -> None:
+    """Raise `Refusal` for a key that is not known, or a value that other layers have.
+
+    keys: those that may be in either place.
+    """
+    direction = transformer.Direction.model_fields
+    either = (*keys, *direction, *TRAINING, *OF_OTHER_LAYERS, "target_hidden_size")
+    names = []
+    for section in sections:
+        section.only(OF_OTHER_LAYERS)
+        # If the target's differs, JetSpec has an adapter, which is not served.
+        section.only({"target_hidden_size": top.raw["hidden_size"]})
+        section.known(either)
+        names.append(section.section_name)
+    top.only(OF_OTHER_LAYERS)
+    top.known(either, names, Top.model_fields, OF_TARGETS, BOOKKEEPING)
+
+
+def _check_vocabulary(top: Place, body: Top, tensors: Tensors) -> None:
+    """Raise `Refusal` if the config states another vocabulary than the LM head has."""
+    rows = tensors.rows("lm_head.weight") or body.vocab_size
+    if tensors.known and body.draft_vocab_size not in (None, rows):
+        raise top.refuse(
+            f"has draft_vocab_size = {body.draft_vocab_size} of {body.vocab_size} but no "
+            "lm_head.weight of so many rows"
+        )
+
+
+def _target_layer_ids(top: Place, method: Method, num_layers: int) -> tuple[int, ...]:
+    if method.target_layer_ids is not None:
+        return transformer.layers_of(top, "target_layer_ids", method.target_layer_ids, embedding=-1)
+    if method.num_target_layers is None:
         raise top.refuse(
             "names neither target_layer_ids nor num_target_layers, so the target layers that the "
             "draft was trained on are unknown",
             "Add dflash_config.target_layer_ids.",
         )
-    mask = method.optional_int("mask_token_id")
-    if mask is None:
-        raise top.refuse("has no mask_token_id", "Add dflash_config.mask_token_id.")
-    draft_width = method.optional_positive("block_size", MOST_POSITIONS)
-    if draft_width is None:
-        raise top.refuse("has no block_size", "Add the block size that the draft was trained with.")
-    top.must_be("hidden_act", "silu")
-    method.must_be("attention_mode", "mha", "gqa")
-    hidden_size, heads_of_layer = top.positive("hidden_size"), top.positive("num_attention_heads")
-    vocab_size = top.positive("vocab_size")
-    rows = tensors.rows("lm_head.weight")
-    draft_vocab_size = top.optional_positive("draft_vocab_size")
-    if tensors.known and draft_vocab_size not in (None, rows or vocab_size):
-        raise top.refuse(
-            f"has draft_vocab_size = {draft_vocab_size} of {vocab_size} but no lm_head.weight of "
-            "so many rows"
-        )
-    in_either = (*METHOD, *heads, *DIRECTION, *TRAINING, *OF_OTHER_LAYERS, "target_hidden_size")
-    for section in sections:
-        section.only(OF_OTHER_LAYERS)
-        # If the target's differs, JetSpec has an adapter, which is not served.
-        section.only({"target_hidden_size": hidden_size})
-        section.known(in_either)
-    top.only(OF_OTHER_LAYERS)
-    top.known(in_either, names, BODY, OF_TARGETS, BOOKKEEPING, TOP)
-    layer_types = top.layer_types(num_layers)
-    config = DFlashConfig(
-        path=path,
-        format=name,
-        draft_width=draft_width,
-        sample_from_anchor=method.boolean("sample_from_anchor", False),
-        mask_token_id=mask,
-        target_layer_ids=tuple(ids),
-        num_target_layers=num_target_layers,
-        target_hidden_size=top.optional_positive("target_hidden_size") or hidden_size,
-        hidden_size=hidden_size,
-        intermediate_size=top.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=heads_of_layer,
-        num_kv_heads=top.optional_positive("num_key_value_heads") or heads_of_layer,
-        head_dim=top.optional_positive("head_dim") or hidden_size // heads_of_layer,
-        vocab_size=vocab_size,
-        rms_norm_eps=top.positive_number("rms_norm_eps", 1e-6),
-        attention_bias=top.boolean("attention_bias", False),
-        max_position_embeddings=top.positive("max_position_embeddings"),
-        attention=_attention(top, method, top.direction(sections), layer_types),
-        rope=top.rope(layer_types),
-        embedding_scale=method.optional_positive_number("input_embedding_scale"),
-        own_embedding="embed_tokens.weight" in tensors,
-        draft_vocab_size=rows,
-        mask_embedding=tensors.has_mask_embedding(),
-        quantization=top.quantization(),
-        logit_multiplier=method.optional_positive_number("output_multiplier") or 1.0,
-        logit_cap=method.optional_positive_number("final_logit_softcapping"),
-    )
-    return config, method
+    ids = default_target_layer_ids(method.num_target_layers, num_layers)
+    if ids[-1] < ids[0] or ids[0] < 0:
+        raise top.refuse(f"has num_target_layers = {method.num_target_layers}, which are too few")
+    return tuple(ids)
 
 
 def _attention(
-    top: Fields, method: Fields, causal: bool | None, layer_types: list[str]
+    top: Place, body: transformer.Body, method: Method, causal: bool | None, layer_types: list[str]
 ) -> tuple[LayerAttention, ...]:
     """The attention of each layer, by the rules of z-lab's reference.
 
@@ -161,20 +191,17 @@ def _attention(
     `use_swa` makes every layer slide. causal: of every layer, if the config states it. Else sliding
     layers are causal and the others are not.
     """
-    if method.boolean("use_swa", False):
+    if method.use_swa:
         layer_types = [SLIDING] * len(layer_types)
-    window, other = method.optional_positive("swa_window_size"), top.window()
+    window, other = method.swa_window_size, body.window
     if None not in (window, other) and window != other:
         raise top.refuse(f"has swa_window_size = {window}, but sliding_window = {other}")
     window = window or other
-    windows_on = top.boolean("use_sliding_window", True)
-    if SLIDING in layer_types and window is None and windows_on:
+    if SLIDING in layer_types and window is None and body.use_sliding_window is not False:
         raise top.refuse("has sliding_attention layers but no sliding_window")
-    views = {
-        SLIDING: LayerAttention(causal=True if causal is None else causal, window=window),
-        FULL: LayerAttention(causal=bool(causal)),
-    }
-    return tuple(views[kind] for kind in layer_types)
+    slides = LayerAttention(causal=causal is not False, window=window)
+    full = LayerAttention(causal=bool(causal))
+    return tuple(slides if kind == SLIDING else full for kind in layer_types)
 
 
 def rename(name: str) -> str:
