@@ -14,8 +14,8 @@ from sglang_dflash.method.acceptance import AcceptResult, Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.policies import (
-    CommittedTokens,
     CommittedStep,
+    CommittedTokens,
     Logprobs,
     StepObserver,
     TargetStates,
