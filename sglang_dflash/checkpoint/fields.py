@@ -5,21 +5,19 @@ A model, derived from `Fields`, declares the fields of an object once. `Place.re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     InstanceOf,
     TypeAdapter,
     ValidationError,
     WrapValidator,
 )
-from pydantic import ValidatorFunctionWrapHandler as Check
 from pydantic_core import PydanticCustomError
 
 from sglang_dflash.errors import Refusal, shown
@@ -30,13 +28,12 @@ MOST_LAYERS = 1000  # of a draft or a target
 MOST_POSITIONS = 256  # that a draft reads at once; published drafts read 7 to 16
 LARGEST_INT = 2**31 - 1  # kernels count in int32
 LARGEST_NUMBER = 1e30  # further ones become infinite when float32 multiplies them
-STRICT = ConfigDict(strict=True)  # true is no integer, and "1" no number
 
 
 def must_be(words: str) -> WrapValidator:
     """Says what the values of a type must be, where pydantic's own words would be less clear."""
 
-    def check(value: Any, validate: Check) -> Any:
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
         except ValidationError:
@@ -83,12 +80,10 @@ LayerIds: TypeAlias = Annotated[
 
 
 class Fields(BaseModel):
-    """Fields of an object, each of exactly its type. An object may have others.
+    """Fields of an object, each of exactly its type: true is no integer. It may have others.
 
     A field that counts only where others say so is `Unread`, and `Place.one` reads it.
     """
-
-    model_config = STRICT
 
 
 F = TypeVar("F", bound=Fields)
@@ -97,7 +92,7 @@ F = TypeVar("F", bound=Fields)
 @lru_cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """The check of a type, which takes a while to make."""
-    return TypeAdapter(kind, config=STRICT)
+    return TypeAdapter(kind)
 
 
 class Place:
@@ -123,29 +118,25 @@ class Place:
     def read(self, model: type[F]) -> F:
         """The fields of a model. Raises `Refusal` for one that is missing or has another type."""
         stated = {key: self.raw[key] for key in model.model_fields if key in self.raw}
-        try:
-            return model.model_validate(stated)
-        except ValidationError as error:
-            raise self._refuse_first(error) from None
+        fields: F = self._checked(model, stated)
+        return fields
 
     def one(self, key: str, kind: Any, default: Any = None) -> Any:
         """A field of this type, or the default of an absent one. Raises `Refusal`."""
-        if key not in self.raw:
-            return default
-        try:
-            return _adapter(kind).validate_python(self.raw[key])
-        except ValidationError as error:
-            raise self._refuse_first(error, key) from None
+        return self._checked(kind, self.raw[key], key) if key in self.raw else default
 
-    def _refuse_first(self, error: ValidationError, *outer: str) -> Refusal:
-        """The refusal of the first wrong field. outer: what leads to the place that was checked."""
-        wrong = error.errors(include_url=False)[0]
-        place: list[int | str] = [*outer, *wrong["loc"]]
+    def _checked(self, kind: Any, value: Any, *key: str) -> Any:
+        """The value of a type. key: the field's, if it is no model's. Raises `Refusal`."""
+        try:
+            return _adapter(kind).validate_python(value, strict=True)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+        place = [*key, *map(str, wrong["loc"])]
         if wrong["type"] == "missing":
-            return self.refuse(f"has no {place[0]}")
-        field = str(place[0]) + "".join(f"[{entry}]" for entry in place[1:])
+            raise self.refuse(f"has no {place[0]}")
+        field = place[0] + "".join(f"[{entry}]" for entry in place[1:])
         must = wrong["msg"].replace("Input should", "must")
-        return self.refuse(f"has {field} = {shown(wrong['input'])}, which {must}")
+        raise self.refuse(f"has {field} = {shown(wrong['input'])}, which {must}")
 
     def only(self, served: dict[str, Any]) -> None:
         """Each of these fields must be absent or have this value. None: it must be absent.

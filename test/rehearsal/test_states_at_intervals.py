@@ -122,7 +122,7 @@ def test_retraction_at_intervals(pair: Path) -> None:
 
 OF_INTERVALS: list[Change] = [
     ("targets.recurrent_states:tokens_to_interval", "length % interval", "length % interval - 1"),
-    ("step.commit:Committer._commit", "[count - 1 for count in num_committed]", "accepted"),
+    ("step.commit:Committer._commit", "[count - 1 for count in num_committed]", "step.accepted"),
 ]
 
 

@@ -96,7 +96,7 @@ def read_body(
     """
     top = Place(raw, f"{path}/config.json")
     sections = [top.section(section) for section in names]
-    keys = (*Method.model_fields, *head.model_fields)
+    keys = {**Method.model_fields, **head.model_fields}
     stated = _agreed(top, sections, keys)
     body, method = top.read(Top), stated.read(Method)
     _check_keys(top, sections, keys)
