@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The theme would announce its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo watch serve test test-ci test-full chaos check style hooks docs docs-serve lock bench load-tools results clean
+.PHONY: demo watch serve test test-fast test-ci test-full chaos check style hooks docs docs-serve lock bench load-tools results clean
 
 demo: $(READY)  ## both servers, 8 prompts, a table
 	$(BIN)/sglang-dflash demo
@@ -25,6 +25,9 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 15
 test: $(READY)  ## the larger set of CI took 23 minutes on 2 cores
 	$(BIN)/python -m pytest test -m "not full and not ci" $(PARALLEL)
+
+test-fast: $(READY)  ## what needs no SGLang, in a minute
+	$(BIN)/python -m pytest test/unit test/benchmark -m "not full and not ci and not sglang" $(PARALLEL)
 
 test-ci: $(READY)  ## the CI set: also the controls and the rarer combinations
 	$(BIN)/python -m pytest test -m "not full" $(PARALLEL)

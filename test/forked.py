@@ -84,6 +84,8 @@ def _parent() -> subprocess.Popen[str]:
 
 
 def _fork_servers() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # where an import may print
     for module in PRELOADED:
         importlib.import_module(module)
     setproctitle.getproctitle()  # it finds its memory beside the first environment
@@ -92,7 +94,7 @@ def _fork_servers() -> None:
         pid = os.fork()
         if pid == 0:
             _serve(**json.loads(line))
-        print(pid, flush=True)
+        print(pid, file=answers, flush=True)
 
 
 def _serve(arguments: list[str], log: str, environment: dict[str, str]) -> NoReturn:

@@ -13,6 +13,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_dflash.method.simulate import simulated_commit
 
+pytestmark = pytest.mark.sglang
+
+
 VERIFY = "sglang.srt.speculative.dflash_info.DFlashVerifyInput.verify"
 ASSIGN = "sglang.srt.speculative.spec_utils.assign_req_to_token_pool_func"
 

@@ -21,6 +21,9 @@ from training import data
 from training.rows import documents
 from training.tokenizer import CHAT_TEMPLATE, chat_ids
 
+pytestmark = pytest.mark.sglang
+
+
 REPO = Path(__file__).parents[2]
 WEIGHTS = (TARGET / "model.safetensors", DRAFT / "model.safetensors")
 TOKENIZER = AutoTokenizer.from_pretrained(TARGET)

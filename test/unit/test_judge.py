@@ -10,6 +10,8 @@ from test.differential.draw import Request
 from test.differential.judge import difference, judge
 from test.precision import FP32_KV
 
+pytestmark = pytest.mark.sglang
+
 
 def chat(*tokens: tuple[str, float]) -> Any:
     entries = [{"token": t, "bytes": list(t.encode()), "logprob": p} for t, p in tokens]
