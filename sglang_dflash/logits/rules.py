@@ -64,10 +64,10 @@ class RequestedRules:
             alone.append(has_processor or not follows_drafts(req))
         return alone
 
-    def count(self, batch: ScheduleBatch, tokens: Tensor, num_committed: Tensor) -> None:
+    def count(self, batch: ScheduleBatch, tokens: Tensor, num_accepted: Tensor) -> None:
         orchestrator = batch.sampling_info.penalizer_orchestrator
         if orchestrator.is_required:
-            penalties_of(orchestrator).advance(tokens, num_committed)
+            penalties_of(orchestrator).advance(tokens, num_accepted + 1)
 
 
 def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:

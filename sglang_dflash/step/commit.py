@@ -58,7 +58,7 @@ class Committer:
     ) -> GenerationBatchResult:
         block = verified.block
         output = verified.output
-        self._rules.count(batch, block.token_ids, verified.accepted.outcome.num_accepted + 1)
+        self._rules.count(batch, block.token_ids, verified.accepted.outcome.num_accepted)
         widths = block.lens
         committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]

@@ -36,8 +36,11 @@ class LogitRules(Protocol):
         [B], or empty if there is no such rule.
         """
 
-    def count(self, batch: ScheduleBatch, tokens: Tensor, num_committed: Tensor) -> None:
-        """Count committed tokens among the output. tokens: [B, w] int64; num_committed: [B]."""
+    def count(self, batch: ScheduleBatch, tokens: Tensor, num_accepted: Tensor) -> None:
+        """Count the anchor and the accepted drafts of each block among the output.
+
+        tokens: [B, w] int64; num_accepted: [B] int64, on the device.
+        """
 
 
 class TargetSampler:
