@@ -48,6 +48,7 @@ def forwards(model: Qwen3ForCausalLM, ids: Tensor, rows: int) -> tuple[Tensor, T
     return torch.cat(logits), torch.cat(states)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 4, 16, 1000])
 def test_bounds_are_ten_times_the_rounding(
     models: tuple[Qwen3ForCausalLM, Qwen3ForCausalLM], texts: list[Tensor], rows: int

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from sglang_dflash.cpu.shims import apply_vocab_mask, murmur_hash32
@@ -40,6 +41,7 @@ def test_murmur_hash32() -> None:
         assert got[i].tolist() == [slow_murmur([*words, c]) for c in columns.tolist()]
 
 
+@pytest.mark.sglang
 def test_murmur_hash32_equals_the_triton_kernel() -> None:
     """Bit for bit, with SGLang's kernel in Triton's interpreter."""
     code = """
