@@ -23,7 +23,7 @@ serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
 PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 15
-test: $(READY)  ## the larger set of CI took 23 minutes on 2 cores
+test: $(READY)  ## the real SGLang; the larger set of CI is test-ci
 	$(BIN)/python -m pytest test -m "not full and not ci" $(PARALLEL)
 
 test-fast: $(READY)  ## what needs no SGLang, in a minute

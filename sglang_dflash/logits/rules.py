@@ -52,8 +52,10 @@ class RequestedRules:
             logits.copy_(block.flatten(spread))  # `unflatten` made a copy
 
     def one_token_a_step(self, batch: ScheduleBatch) -> list[bool]:
-        """Custom logit processors are user code that reads the request, so they run only on the
-        anchor's logits. Grammars that cannot follow drafts mask only the anchor's logits.
+        """Those with a custom processor, and those whose grammar cannot follow drafts.
+
+        A processor is user code that reads the request, so it runs only on the anchor's logits.
+        Such a grammar masks only the anchor's logits.
         """
         custom = batch.sampling_info.has_custom_logit_processor
         alone: list[bool] = []
