@@ -22,7 +22,7 @@ watch: $(READY)  ## a page on 127.0.0.1:$(PORT) shows the pair's blocks, with an
 serve: $(READY)  ## the bundled pair on 127.0.0.1:$(PORT)
 	$(BIN)/sglang-dflash serve --port $(PORT) $(FLAGS)
 
-PARALLEL := --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 15
+PARALLEL := --numprocesses 3 --dist loadscope --no-loadscope-reorder --durations 15
 test: $(READY)  ## the real SGLang; the larger set of CI is test-ci
 	$(BIN)/python -m pytest test -m "not full and not ci" $(PARALLEL)
 

@@ -1,13 +1,13 @@
 """Servers that are forks of a process that has imported SGLang, which is most of their start.
 
-`python -m test.forked` is that process. For each line of its input, the JSON of arguments, a log
-and an environment, it forks a server and prints its process id. What users start imports SGLang
-itself: `test/server/test_start.py` does so, too.
+`python -m test.forked` is that process. It reads lines of JSON and answers each with one. `serve`
+(arguments, a log, an environment) forks a server, and the answer is its process id. `status` (a
+process id) asks for the status of a server, which is null while it runs. What users start imports
+SGLang itself: `test/server/test_start.py` does so, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -15,11 +15,12 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import setproctitle
 
 from sglang_dflash.tools.launch import LAUNCH, Server, die_with_parent
@@ -33,6 +34,7 @@ PRELOADED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
 )
+_one_at_a_time = threading.RLock()
 
 
 class ForkedServer(Server):
@@ -40,34 +42,40 @@ class ForkedServer(Server):
 
     def _begin(self, command: list[str], log: str, environment: dict[str, str]) -> Any:
         assert tuple(command[: len(LAUNCH)]) == LAUNCH
-        parent = _parent()
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        request = {
-            "arguments": command[len(LAUNCH) :],
-            "log": log,
-            "environment": environment,
-        }
-        print(json.dumps(request), file=parent.stdin, flush=True)
-        return Forked(int(parent.stdout.readline()))
+        arguments = command[len(LAUNCH) :]
+        return Forked(_ask(serve={"arguments": arguments, "log": log, "environment": environment}))
 
 
 class Forked:
-    """A process that this one has not started, as `subprocess.Popen` shows one of its own."""
+    """A process that another one has forked, as `subprocess.Popen` shows one of its own."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._process = psutil.Process(pid)
+        self._status: int | None = None
 
     def poll(self) -> int | None:
-        return None if self._process.is_running() else 1
+        with _one_at_a_time:
+            if self._status is None:
+                self._status = _ask(status=self.pid)
+            return self._status
 
     def kill(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._process.kill()
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        self._process.wait()
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+def _ask(**request: Any) -> Any:
+    """The parent's answer."""
+    with _one_at_a_time:
+        parent = _parent()
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        print(json.dumps(request), file=parent.stdin, flush=True)
+        return json.loads(parent.stdout.readline())
 
 
 @cache
@@ -89,17 +97,22 @@ def _fork_servers() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     setproctitle.getproctitle()  # it finds its memory beside the first environment
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets children that have ended
     for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _serve(**json.loads(line))
-        print(pid, file=answers, flush=True)
+        request = json.loads(line)
+        answer = _status(request["status"]) if "status" in request else os.fork()
+        if answer == 0 and "serve" in request:
+            _serve(**request["serve"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _status(pid: int) -> int | None:
+    """As `subprocess.Popen` has it: a signal's number is negative."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _serve(arguments: list[str], log: str, environment: dict[str, str]) -> NoReturn:
     """Do what `python -m sglang.launch_server` does, in a process that is new for it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

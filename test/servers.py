@@ -33,17 +33,19 @@ COMMON = (
     "--sleep-on-idle",
     *("--random-seed", "1"),
     *("--max-total-tokens", "16384"),
-    *("--max-running-requests", "32"),
+    *("--max-running-requests", "8"),
     *("--cuda-graph-max-bs", "32"),
 )
 # With overlap SGLang counts penalties a token late, and the prompt's last token as output.
 REFERENCE = ("--disable-overlap-schedule",)
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFT))
 FULL = ("--speculative-dflash-verify-width", "full")  # for tests that count accepted drafts
+MANY = ("--max-running-requests", "32")  # more step times to measure: a slower start
 ADAPTERS = {"wide": 16, "narrow": 4}  # names and ranks
 AHEAD = ("--speculative-dflash-draft-ahead", "on")
 # Every feature that a request may ask for. Seeds count, so unseeded draws are all alike.
 ALL_FEATURES = (
+    *MANY,
     "--enable-deterministic-inference",
     "--enable-custom-logit-processor",
     "--enable-return-hidden-states",
@@ -65,17 +67,21 @@ ORDERED = """
         HookRegistry.register(f"{orchestrator}.__init__", ordered, HookType.BEFORE)
 """
 # A process that SGLang spawns imports SGLang anew, most of a server's start. A fork has it already.
-# What users start spawns: `test_sglang_serve` does so, too.
+# What users start spawns: `test_sglang_serve` does so, too. Further processes for HTTP are spawned
+# here, too: a fork of the first one would have its metrics.
 FORKED = """
     def plugin():
         import multiprocessing
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        def forked(result, server_args):
-            multiprocessing.set_start_method("fork", force=True)
+        def start_by(method):
+            return lambda *_, **__: multiprocessing.set_start_method(method, force=True)
 
-        function = "sglang.srt.entrypoints.engine._set_envs_and_config"
-        HookRegistry.register(function, forked, HookType.AFTER)
+        engine = "sglang.srt.entrypoints.engine"
+        configured = f"{engine}._set_envs_and_config"
+        HookRegistry.register(configured, start_by("fork"), HookType.AFTER)
+        launched = f"{engine}.Engine._launch_subprocesses"
+        HookRegistry.register(launched, start_by("spawn"), HookType.AFTER)
 """
 
 
@@ -91,7 +97,7 @@ class Setup:
 
 
 PAGE_16 = ("--page-size", "16", "--chunked-prefill-size", "32")
-SMALL_POOL = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.01")
+SMALL_POOL = (*MANY, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.01")
 COUNTED = ("--enable-metrics", "--enable-priority-scheduling")
 SHORT_WAIT = ("--max-running-requests", "1"), {"SGLANG_REQ_WAITING_TIMEOUT": "0.2"}
 SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
@@ -170,7 +176,6 @@ def running(
     dflash: bool,
     environment: dict[str, str] | None = None,
     family: str | None = None,
-    forks: bool = True,
 ) -> Iterator[Client]:
     """A server that is alive when the block is left, or the error shows the end of its log.
 
@@ -180,10 +185,7 @@ def running(
     given = {**os.environ, **STRICT, **(environment or {})}
     with (
         TemporaryDirectory() as folder,
-        (ForkedServer if forks else Server)(
-            [*arguments, *draft_of(family, folder)],
-            with_forks(given, folder) if forks else given,
-        ) as server,
+        ForkedServer([*arguments, *draft_of(family, folder)], with_forks(given, folder)) as server,
     ):
         try:
             yield Client(server, flags, dflash)

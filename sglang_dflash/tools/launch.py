@@ -106,7 +106,7 @@ class Server:
         with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             given = {**os.environ, **(environment or {})}
-            self._process = self._begin([*command, *arguments, *listen], log.name, given)
+            self._process = self._begin([*command, *listen, *arguments], log.name, given)
         self._server = psutil.Process(self._process.pid)  # keeps its time of creation
 
     def _begin(self, command: list[str], log: str, environment: dict[str, str]) -> Any:

@@ -20,9 +20,10 @@ import psutil
 import requests
 
 from sglang_dflash.tiny import DRAFT
-from sglang_dflash.tools.launch import LAUNCH, Server, free_port
+from sglang_dflash.tools.launch import LAUNCH, Server, ServerFailed, free_port
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
+from test.forked import ForkedServer
 from test.servers import COMMON, DFLASH, REFERENCE, STRICT, Client, with_forks
 
 ENDS_IN = 10  # seconds
@@ -31,13 +32,15 @@ ENDS_IN = 10  # seconds
 @contextmanager
 def doomed(*flags: str, dflash: bool = True, forks: bool = True) -> Iterator[Client]:
     """A server that may end inside the block."""
-    with TemporaryDirectory() as folder:
-        environment = {**os.environ, **STRICT}
-        if forks:
-            environment = with_forks(environment, folder)
-        method = DFLASH if dflash else REFERENCE
-        with Server([*COMMON, *method, *flags], environment) as server:
-            yield Client(server, flags, dflash)
+    given = {**os.environ, **STRICT}
+    method = DFLASH if dflash else REFERENCE
+    with (
+        TemporaryDirectory() as folder,
+        (ForkedServer if forks else Server)(
+            [*COMMON, *method, *flags], with_forks(given, folder) if forks else given
+        ) as server,
+    ):
+        yield Client(server, flags, dflash)
 
 
 def ended(server: Client, family: list[psutil.Process]) -> int:
@@ -129,13 +132,19 @@ def full_disk() -> None:
         assert server.server.log.stat().st_size == most
 
 
-def refused(*flags: str) -> str:
-    """The error output of a server that must not start."""
-    command = [*LAUNCH, *COMMON, *DFLASH, *flags]
-    environment = {**os.environ, **STRICT}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode != 0
-    return done.stderr + done.stdout
+def not_ready(*flags: str) -> str:
+    """The log of a server that ends before it serves."""
+    with TemporaryDirectory() as folder:
+        environment = with_forks({**os.environ, **STRICT}, folder)
+        server = ForkedServer([*COMMON, *DFLASH, *flags], environment)
+        try:
+            with server:
+                raise AssertionError("it serves")
+        except ServerFailed:
+            assert server.status != 0
+            return server.log.read_text()
+        finally:
+            server.log.unlink()
 
 
 def port_in_use() -> None:
@@ -145,7 +154,7 @@ def port_in_use() -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         for flags in ((), ("--enable-http2",)):
-            said = refused("--host", "127.0.0.1", "--port", str(port), *flags)
+            said = not_ready("--port", str(port), *flags)
             assert f"sglang-dflash: Port {port} of 127.0.0.1 is in use." in said, said[-2000:]
 
 
@@ -154,8 +163,7 @@ def answered_file() -> None:
     with TemporaryDirectory() as folder:
         tokens = Path(folder, "tokens.npy")
         np.save(tokens, np.array([10, 11, 12]))
-        listen = "--host", "127.0.0.1", "--port", str(free_port())
-        said = refused(*listen, "--debug-tensor-dump-input-file", str(tokens))
+        said = not_ready("--debug-tensor-dump-input-file", str(tokens))
     assert "ready to roll" in said, said[-2000:]
     assert "Traceback" not in said, said[-2000:]
 
@@ -163,9 +171,12 @@ def answered_file() -> None:
 def missing_draft() -> None:
     """A draft that is not there is refused in one line."""
     with TemporaryDirectory() as folder:
-        said = refused("--speculative-draft-model-path", str(Path(folder, "gone")))
-    assert "Traceback" not in said, said[-2000:]
-    assert said.splitlines()[-1].startswith("sglang-dflash: "), said[-2000:]
+        command = [*LAUNCH, *COMMON, *DFLASH]
+        command += "--speculative-draft-model-path", str(Path(folder, "gone"))
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert done.stderr.splitlines()[-1].startswith("sglang-dflash: "), done.stderr[-2000:]
 
 
 DEATHS = (

@@ -28,11 +28,14 @@ TRIES = 6  # both workers get some
 pytestmark = pytest.mark.ci
 
 
-@pytest.fixture(scope="module", params=WAYS)
+# The plain one is a part of that with two detokenizers.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("HTTP/1.1", marks=pytest.mark.full), "HTTP/2", "two detokenizers"],
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Client]:
-    """SGLang's processes are spawned, as for users: a fork has metrics already."""
     flags = *WAYS[request.param], "--enable-metrics"
-    with running(*flags, dflash=True, forks=False) as client:
+    with running(*flags, dflash=True) as client:
         yield client
 
 

@@ -42,7 +42,7 @@ def test_serves(
     expected = reference.generate(PROMPT)["output_ids"]
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
     flags += "--ssl-ca-certs", str(certificate), *WAYS[way]  # SGLang trusts it in its first request
-    with running(*flags, dflash=True, forks=False) as server:
+    with running(*flags, dflash=True) as server:
         answer = server.generate(PROMPT)
         assert answer["output_ids"] == expected
         assert answer["meta_info"]["spec_verify_ct"] > 0

@@ -90,7 +90,7 @@ PREFERRED = ("--preferred-sampling-params", json.dumps(RULES))
         (thinking, ("--reasoning-parser", "qwen3", "--enable-strict-thinking")),
         pytest.param(preferred, PREFERRED, marks=pytest.mark.ci),
         pytest.param(
-            preferred, (*PREFERRED, "--grammar-backend", "outlines"), marks=pytest.mark.ci
+            preferred, (*PREFERRED, "--grammar-backend", "outlines"), marks=pytest.mark.full
         ),
     ],
     ids=["strict thinking", "preferred rules", "preferred rules, outlines"],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,18 +41,8 @@ def draft(small: Path) -> str:
 
 @pytest.fixture(scope="session")
 def alone(target: str) -> Alone:
-    """The target's answers to requests, each asked alone and without speculation, remembered."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def answers(requests: list[Request], **flags: Any) -> list[dict[str, Any]]:
-        keys = [repr((request, flags)) for request in requests]
-        missing = [pair for pair in zip(keys, requests, strict=True) if pair[0] not in known]
-        if missing:
-            found = each_alone(target, [request for _, request in missing], **flags)
-            known.update((key, answer) for (key, _), answer in zip(missing, found, strict=True))
-        return [known[key] for key in keys]
-
-    return answers
+    """The small target's answers: `each_alone` of it."""
+    return partial(each_alone, target)
 
 
 @pytest.fixture(scope="session")
@@ -70,14 +61,20 @@ def facts(req: Any) -> dict[str, Any]:
     }
 
 
+ANSWERS: dict[str, dict[str, Any]] = {}  # of this process, by all that decides on them
+
+
 def each_alone(target: str, asked: list[Request], **flags: Any) -> list[dict[str, Any]]:
-    """A target's answers to requests, without speculation, to one request at a time."""
-    with InProcess(target, disable_radix_cache=True, **flags) as engine:
-        reqs = []
-        for ids, options in asked:
-            reqs.append(engine.add(ids, **copy.deepcopy(options)))  # a processor writes into them
-            engine.run(reqs[-1])
-    return [facts(req) for req in reqs]
+    """A target's answers to requests, without speculation, to one request at a time; remembered."""
+    keys = [repr((target, request, flags)) for request in asked]
+    new = [pair for pair in zip(keys, asked, strict=True) if pair[0] not in ANSWERS]
+    if new:
+        with InProcess(target, disable_radix_cache=True, **flags) as engine:
+            for key, (ids, options) in new:
+                req = engine.add(ids, **copy.deepcopy(options))  # a processor writes into them
+                engine.run(req)
+                ANSWERS[key] = facts(req)
+    return [ANSWERS[key] for key in keys]
 
 
 def join(
