@@ -173,10 +173,12 @@ def missing_draft() -> None:
     with TemporaryDirectory() as folder:
         command = [*LAUNCH, *COMMON, *DFLASH]
         command += "--speculative-draft-model-path", str(Path(folder, "gone"))
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300)
+        environment = {**os.environ, **STRICT}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode != 0
-    assert "Traceback" not in done.stderr, done.stderr[-2000:]
-    assert done.stderr.splitlines()[-1].startswith("sglang-dflash: "), done.stderr[-2000:]
+    said = done.stderr + done.stdout
+    assert "Traceback" not in said, said[-2000:]
+    assert said.splitlines()[-1].startswith("sglang-dflash: "), said[-2000:]
 
 
 DEATHS = (
