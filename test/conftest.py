@@ -9,6 +9,8 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from test import forked
+from test.rehearsal import process
 from test.servers import SERVERS
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,6 +48,13 @@ class ByServer(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer | None:
     return ByServer(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Let all workers fork from the same processes, which import nothing before a test asks."""
+    forked.start()
+    process.start()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,24 +1,23 @@
-"""Servers that are forks of a process that has imported SGLang, which is most of their start.
+"""Processes that are forks of one that has imported SGLang, which is most of a server's start.
 
-`python -m test.forked` is that process. It reads lines of JSON and answers each with one. `serve`
-(arguments, a log, an environment) forks a server, and the answer is its process id. `status` (a
-process id) asks for the status of a server, which is null while it runs. What users start imports
-SGLang itself: `test/server/test_start.py` does so, too.
+`python -m test.forked SOCKET MODULE...` is that one. It imports the modules when it is first asked
+for a fork. All workers of a test run ask the same one. What users start imports SGLang itself:
+`test/server/test_start.py` does so, too.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import setproctitle
@@ -26,15 +25,90 @@ import setproctitle
 from sglang_dflash.tools.launch import LAUNCH, Server, die_with_parent
 
 ROOT = Path(__file__).parents[1]
+
+
+class Forks:
+    """A process that forks others. It ends with the process that has started it."""
+
+    def __init__(self, variable: str, modules: Sequence[str]) -> None:
+        """variable: of the environment, where further processes find the first one's socket."""
+        self._variable, self._modules = variable, modules
+        self._kept: tuple[Any, ...] = ()
+
+    @property
+    def started(self) -> bool:
+        return self._variable in os.environ
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        folder = TemporaryDirectory(prefix="forks-")
+        path = os.path.join(folder.name, "socket")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "test.forked", path, *self._modules],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=dict(environment),
+            preexec_fn=die_with_parent,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.environ[self._variable] = path
+        self._kept = folder, process
+
+    def fork(self, function: Callable[..., Any], log: str | Path, **arguments: Any) -> Forked:
+        """Call a function in a process of its own, which writes to a log."""
+        return Forked(self._ask(_fork, function, str(log), arguments), self._ask)
+
+    def _ask(self, *request: Any) -> Any:
+        with Client(os.environ[self._variable]) as connection:
+            connection.send(request)
+            return connection.recv()
+
+
+class Forked:
+    """A forked process, as `subprocess.Popen` shows a child."""
+
+    def __init__(self, pid: int, ask: Callable[..., Any]) -> None:
+        self.pid = pid
+        self._ask = ask
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._ask(_status, self.pid)
+        return self._status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + timeout if timeout else float("inf")
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([], timeout or 0.0)
+            time.sleep(0.05)
+        return status
+
+
 # SGLang's processes import these. They load no plugin, which the server's own process does.
-PRELOADED = (
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.detokenizer_manager",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.registry",
+SGLANG = Forks(
+    "DFLASH_FORKS",
+    (
+        "sglang.launch_server",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.models.registry",
+    ),
 )
-_one_at_a_time = threading.RLock()
+
+
+def start() -> None:
+    """Start the process of `ForkedServer`, if there is none yet."""
+    if not SGLANG.started:
+        # Further threads would not be in a fork, and torch reads the second one when imported.
+        alike = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        SGLANG.start({**os.environ, **alike})
 
 
 class ForkedServer(Server):
@@ -42,90 +116,38 @@ class ForkedServer(Server):
 
     def _begin(self, command: list[str], log: str, environment: dict[str, str]) -> Any:
         assert tuple(command[: len(LAUNCH)]) == LAUNCH
+        start()
         arguments = command[len(LAUNCH) :]
-        return Forked(_ask(serve={"arguments": arguments, "log": log, "environment": environment}))
+        return SGLANG.fork(_serve, log, arguments=arguments, environment=environment)
 
 
-class Forked:
-    """A process that another one has forked, as `subprocess.Popen` shows one of its own."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        with _one_at_a_time:
-            if self._status is None:
-                self._status = _ask(status=self.pid)
-            return self._status
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        while self.poll() is None:
-            time.sleep(0.01)
+def _main(socket: str, *modules: str) -> None:
+    with Listener(socket, backlog=64) as listener:
+        os.write(1, b"listening\n")
+        os.dup2(2, 1)  # where an import may print
+        while True:
+            with listener.accept() as connection:
+                for module in modules:
+                    importlib.import_module(module)
+                answer, *arguments = connection.recv()
+                connection.send(answer(*arguments))
 
 
-def _ask(**request: Any) -> Any:
-    """The parent's answer."""
-    with _one_at_a_time:
-        parent = _parent()
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        print(json.dumps(request), file=parent.stdin, flush=True)
-        return json.loads(parent.stdout.readline())
-
-
-@cache
-def _parent() -> subprocess.Popen[str]:
-    """The parent of this process's servers. It ends with this process, and they end with it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "test.forked"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # further threads would not be in a fork
-    )
-
-
-def _fork_servers() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # where an import may print
-    for module in PRELOADED:
-        importlib.import_module(module)
+def _fork(function: Callable[..., Any], log: str, arguments: dict[str, Any]) -> int:
     setproctitle.getproctitle()  # it finds its memory beside the first environment
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = _status(request["status"]) if "status" in request else os.fork()
-        if answer == 0 and "serve" in request:
-            _serve(**request["serve"])
-        print(json.dumps(answer), file=answers, flush=True)
+    return os.fork() or _forked(function, log, arguments)
 
 
-def _status(pid: int) -> int | None:
-    """As `subprocess.Popen` has it: a signal's number is negative."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def _serve(arguments: list[str], log: str, environment: dict[str, str]) -> NoReturn:
-    """Do what `python -m sglang.launch_server` does, in a process that is new for it."""
+def _forked(function: Callable[..., Any], log: str, arguments: dict[str, Any]) -> NoReturn:
     die_with_parent()
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    file = os.open(log, os.O_WRONLY)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv = ["sglang.launch_server", *arguments]
     code: Any = 0
     try:
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+        function(**arguments)
     except SystemExit as ended:
         code = ended.code
     except BaseException:  # noqa: BLE001 - as Python does at the end of a program
@@ -136,5 +158,20 @@ def _serve(arguments: list[str], log: str, environment: dict[str, str]) -> NoRet
     os._exit(code if isinstance(code, int) else 1)
 
 
+def _status(pid: int) -> int | None:
+    """As `subprocess.Popen` has it: a signal's number is negative."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _serve(arguments: list[str], environment: dict[str, str]) -> None:
+    """Do what `python -m sglang.launch_server` does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
 if __name__ == "__main__":
-    _fork_servers()
+    _main(*sys.argv[1:])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import sys
+import subprocess
 from collections.abc import Iterator
-from functools import cache
-from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from test.rehearsal import device
+from test.rehearsal import device, process
 
-ROOT = Path(__file__).parents[2]
 PRETENDING = device.VARIABLE in os.environ
 
 if PRETENDING:
@@ -48,17 +44,19 @@ class OnPretendedDevice(pytest.Item):
         with TemporaryDirectory() as folder:
             output = Path(folder, "output")
             expression = self.config.getoption("markexpr")
-            process = _server().Process(target=_run, args=(str(self.path), expression, str(output)))
-            process.start()
+            forked = process.fork(self.path, expression, output)
             # More than one of its tests has, so that a test that hangs shows its stack.
             minutes = 15 if "not full" in expression else 90
-            process.join(60 * minutes)
-            late = f"not finished in {minutes} minutes" if process.is_alive() else ""
-            process.kill()
-            process.join()
-            shown = output.read_text(errors="replace") if output.exists() else ""
-        if late or process.exitcode != 0 or "skipped" in shown:
-            raise AssertionError(f"{shown[-25_000:]}\n{late or f'exit code {process.exitcode}'}")
+            late = ""
+            try:
+                forked.wait(60 * minutes)
+            except subprocess.TimeoutExpired:
+                late = f"not finished in {minutes} minutes"
+            finally:
+                forked.kill()
+            shown = output.read_text(errors="replace")
+        if late or forked.poll() != 0 or "skipped" in shown:
+            raise AssertionError(f"{shown[-25_000:]}\n{late or f'exit code {forked.poll()}'}")
         print(shown)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
@@ -66,41 +64,6 @@ class OnPretendedDevice(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, self.name
-
-
-@cache
-def _server() -> multiprocessing.context.ForkServerContext:
-    """Forks processes that have imported SGLang on the pretended device, once for all files."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test.rehearsal.preload"])
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(device.environment(Path(_driver().name)))
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return context
-
-
-@cache
-def _driver() -> TemporaryDirectory[str]:
-    """A folder for the driver's libraries, as long as this process lasts."""
-    return TemporaryDirectory()
-
-
-def _run(path: str, expression: str, output: str) -> None:
-    """Run one file, in a process of its own."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(ROOT)
-    flags = ["-q", "-x", "--durations=10", "-p", "no:cacheprovider", "-m", expression]
-    code = pytest.main([*flags, path])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import runpy
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -252,6 +254,19 @@ def test_why_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = plugin.missing_parts()
     assert first == "no hook on layers.logits_processor.LogitsProcessor.forward"
     assert re.fullmatch(rf"{re.escape(module)} cannot be imported \(import of uvloop .*\)", second)
+
+
+def test_no_module_holds_a_hooked_method() -> None:
+    """So `hook.register` may keep SGLang from searching all modules for it."""
+    methods = set()
+    for target in HookRegistry._patched:
+        owner, _, name = target.rpartition(".")
+        if isinstance(resolve_name(owner), type):
+            methods.add(id(inspect.unwrap(resolve_name(target))))
+    assert len(methods) > 50
+    for module in filter(None, list(sys.modules.values())):
+        for name, value in list(vars(module).items()):
+            assert id(value) not in methods, (module, name)
 
 
 def test_what_a_scheduler_logs() -> None:
