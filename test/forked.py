@@ -1,7 +1,7 @@
 """Processes that are forks of one that has imported SGLang, which is most of a server's start.
 
-`python -m test.forked SOCKET MODULE...` is that one. It imports the modules when it is first asked
-for a fork. All workers of a test run ask the same one. What users start imports SGLang itself:
+`python -m test.forked SOCKET MODULE` is that one. It imports the module when it is first asked for
+a fork. All workers of a test run ask the same one. What users start imports SGLang itself:
 `test/server/test_start.py` does so, too.
 """
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 class Forks:
     """A process that forks others. It ends with the process that has started it."""
 
-    def __init__(self, variable: str, modules: Sequence[str]) -> None:
+    def __init__(self, variable: str, module: str) -> None:
         """variable: of the environment, where further processes find the first one's socket."""
-        self._variable, self._modules = variable, modules
+        self._variable, self._module = variable, module
         self._kept: tuple[Any, ...] = ()
 
     @property
@@ -43,7 +43,7 @@ class Forks:
         folder = TemporaryDirectory(prefix="forks-")
         path = os.path.join(folder.name, "socket")
         process = subprocess.Popen(
-            [sys.executable, "-m", "test.forked", path, *self._modules],
+            [sys.executable, "-m", "test.forked", path, self._module],
             stdout=subprocess.PIPE,
             cwd=ROOT,
             env=dict(environment),
@@ -90,17 +90,7 @@ class Forked:
         return status
 
 
-# SGLang's processes import these. They load no plugin, which the server's own process does.
-SGLANG = Forks(
-    "DFLASH_FORKS",
-    (
-        "sglang.launch_server",
-        "sglang.srt.entrypoints.http_server",
-        "sglang.srt.managers.detokenizer_manager",
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.models.registry",
-    ),
-)
+SGLANG = Forks("DFLASH_FORKS", "test.preload")
 
 
 def start() -> None:
@@ -121,14 +111,13 @@ class ForkedServer(Server):
         return SGLANG.fork(_serve, log, arguments=arguments, environment=environment)
 
 
-def _main(socket: str, *modules: str) -> None:
+def _main(socket: str, module: str) -> None:
     with Listener(socket, backlog=64) as listener:
         os.write(1, b"listening\n")
         os.dup2(2, 1)  # where an import may print
         while True:
             with listener.accept() as connection:
-                for module in modules:
-                    importlib.import_module(module)
+                importlib.import_module(module)
                 answer, *arguments = connection.recv()
                 connection.send(answer(*arguments))
 

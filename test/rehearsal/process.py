@@ -13,7 +13,7 @@ import pytest
 from test.forked import ROOT, Forked, Forks
 from test.rehearsal import device
 
-PRETENDED = Forks("DFLASH_FORKS_REHEARSAL", ["test.rehearsal.preload"])
+PRETENDED = Forks("DFLASH_FORKS_REHEARSAL", "test.rehearsal.preload")
 
 
 def start() -> None:
