@@ -93,7 +93,7 @@ class Setup:
     environment: dict[str, str] = field(default_factory=dict)
     dflash: bool = True
     family: str | None = None  # of the draft; None: the bundled DFlash draft
-    full: bool = False  # in `make test-full` only
+    mark: str | None = None  # "ci" or "full": the sets that have its tests
 
 
 PAGE_16 = ("--page-size", "16", "--chunked-prefill-size", "32")
@@ -104,19 +104,19 @@ SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
 TWO_RANKS = "two ranks, small pool"
 SERVERS = {  # by the name that tests give
     "auto": Setup(ALL_FEATURES),
-    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16), family="dspark"),
+    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16), family="dspark", mark="ci"),
     TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED), family="dflash2"),
-    "page 1": Setup(FULL, full=True),
+    "page 1": Setup(FULL, mark="full"),
     "page 256, no radix": Setup(
-        (*FULL, "--page-size", "256", "--disable-radix-cache"), full=True, family="domino"
+        (*FULL, "--page-size", "256", "--disable-radix-cache"), mark="full", family="domino"
     ),
-    "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), full=True),
-    "no tokenizer": Setup(("--skip-tokenizer-init",), full=True),
-    "short wait": Setup(*SHORT_WAIT, full=True),
-    "short run": Setup(*SHORT_RUN, full=True),
-    "no speculation": Setup(ALL_FEATURES, dflash=False, full=True),
-    "no speculation, short wait": Setup(*SHORT_WAIT, dflash=False, full=True),
-    "no speculation, short run": Setup(*SHORT_RUN, dflash=False, full=True),
+    "chunks of 4": Setup((*FULL, "--chunked-prefill-size", "4"), mark="full"),
+    "no tokenizer": Setup(("--skip-tokenizer-init",), mark="full"),
+    "short wait": Setup(*SHORT_WAIT, mark="full"),
+    "short run": Setup(*SHORT_RUN, mark="full"),
+    "no speculation": Setup(ALL_FEATURES, dflash=False, mark="full"),
+    "no speculation, short wait": Setup(*SHORT_WAIT, dflash=False, mark="full"),
+    "no speculation, short run": Setup(*SHORT_RUN, dflash=False, mark="full"),
 }
 OUTSIDE_SAMPLING = {  # the fields of /generate that are no sampling parameters
     "return_logprob",

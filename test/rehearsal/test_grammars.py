@@ -19,6 +19,8 @@ FIRST_WORD = 151  # behind the mask token
 THINK_END = FIRST_WORD + 1
 STRICT: dict[str, Any] = {"reasoning_parser": "qwen3", "enable_strict_thinking": True}
 
+pytestmark = pytest.mark.ci
+
 
 def budget(tokens: int) -> dict[str, Any]:
     return {"require_reasoning": True, "custom_params": {"thinking_budget": tokens}}

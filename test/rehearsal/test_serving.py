@@ -75,12 +75,14 @@ def seeded(small: Path) -> dict[str, Asked]:
     return answer(small, asked, **SEEDED)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("backend", "page"), once_each(BACKENDS, [16, 1]))
 def test_seeded_draws(small: Path, seeded: dict[str, Asked], backend: str, page: int) -> None:
     """SGLang's deterministic kernels, and draws that depend on the seed of each request."""
     served(small, seeded, backend, page_size=page, **SEEDED)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("graphs", GRAPHS, ids=["graphs", "eager"])
 def test_grammars_of_one_prefill(small: Path, graphs: bool) -> None:
     """SGLang's mask kernel uses the width of a row as its stride, and the vocabulary is padded."""
@@ -88,18 +90,21 @@ def test_grammars_of_one_prefill(small: Path, graphs: bool) -> None:
     served(small, asked, "fa3", apart=0, disable_cuda_graph=not graphs)
 
 
+@pytest.mark.ci
 def test_the_context_ends_inside_a_block(small: Path) -> None:
     """FA3's page tables have room for the positions of a block behind the context."""
     asked = answer(small, {"long": Asked(prompt(950, 20), N | {"max_new_tokens": 74})})
     served(small, asked, "fa3", page_size=16, context_length=96)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("graphs", GRAPHS, ids=["graphs", "eager"])
 def test_two_drafts_without_a_verify_between(small: Path, graphs: bool) -> None:
     """FlashInfer plans the second draft while the device may not have run the first."""
     two_drafts(small, disable_cuda_graph=not graphs)
 
 
+@pytest.mark.ci
 def test_prefills_are_planned_by_the_device(small: Path) -> None:
     """If the target has windows, SGLang computes with these lengths on the device."""
     with engine(small, "flashinfer", cuda_graph_bs=[1]) as run:
@@ -107,9 +112,10 @@ def test_prefills_are_planned_by_the_device(small: Path) -> None:
         assert run.worker.model_runner.attn_backend.indices_updater_prefill.kv_last_page_len.is_cuda
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [pytest.param("fa3", "triton", marks=pytest.mark.ci), ("flashinfer", "fa3")],
+    [("fa3", "triton"), ("flashinfer", "fa3")],
 )
 def test_two_backends(small: Path, prefill: str, decode: str) -> None:
     """The prefill backend verifies, and the other one drafts."""
@@ -122,6 +128,7 @@ def test_two_backends(small: Path, prefill: str, decode: str) -> None:
     assert_drafts(small, reqs, drafts)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "ahead"), once_each(["flashinfer", "fa3", "triton"], ["on", "off"])
 )
@@ -139,6 +146,7 @@ def test_the_draft_sees_a_part_of_the_context(
     served(small, asked, backend, **flags)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("backend", "causal"), once_each(["fa3", "triton"], [False, True]))
 @pytest.mark.parametrize("graphs", GRAPHS, ids=["graphs", "eager"])
 def test_a_draft_with_windows(

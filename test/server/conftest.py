@@ -34,8 +34,8 @@ def pytest_runtest_makereport(
 def params(names: Iterable[str]) -> list[ParameterSet]:
     """Parameters of the fixture `server`."""
     return [
-        pytest.param(name, marks=pytest.mark.full if SERVERS[name].full else (), id=name)
-        for name in names
+        pytest.param(name, marks=getattr(pytest.mark, mark) if mark else (), id=name)
+        for name, mark in ((name, SERVERS[name].mark) for name in names)
     ]
 
 

@@ -227,6 +227,7 @@ def test_what_sglang_serves_is_served(server: Client) -> None:
     assert [a["meta_info"]["completion_tokens"] for a in answers.json()] == [2, 3], answers.text
 
 
+@pytest.mark.ci
 @on("auto")
 @pytest.mark.usefixtures("still_right")
 def test_no_false_value_is_an_error_of_the_server(server: Client) -> None:

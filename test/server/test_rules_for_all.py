@@ -84,11 +84,12 @@ RULES = {
 PREFERRED = ("--preferred-sampling-params", json.dumps(RULES))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("ask", "flags"),
     [
         (thinking, ("--reasoning-parser", "qwen3", "--enable-strict-thinking")),
-        pytest.param(preferred, PREFERRED, marks=pytest.mark.ci),
+        (preferred, PREFERRED),
         pytest.param(
             preferred, (*PREFERRED, "--grammar-backend", "outlines"), marks=pytest.mark.full
         ),

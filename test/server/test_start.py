@@ -298,6 +298,7 @@ def forking_demo(tmp_path: Path) -> Iterator[Demo]:
         yield demo
 
 
+@pytest.mark.ci
 def test_demo(forking_demo: Demo) -> None:
     """A line of JSON at the end, every answer the target's own, no process left."""
     demo = forking_demo
@@ -315,6 +316,7 @@ def test_demo(forking_demo: Demo) -> None:
     assert demo.leftover == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)],

@@ -92,7 +92,9 @@ def events(server: Client, path: str, body: dict[str, Any], tokens: int) -> list
     return [re.sub(changing, r'"\1"', line.decode()) for line in answer.iter_lines() if line]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", pytest.param("/v1/messages", marks=pytest.mark.ci)]
+)
 @pytest.mark.parametrize(
     "server",
     [

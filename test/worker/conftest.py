@@ -123,7 +123,7 @@ def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
     return lambda engine: verify_parts(engine, some)
 
 
-@pytest.fixture(params=["full", "cut"])
+@pytest.fixture(params=[pytest.param("full", marks=pytest.mark.ci), "cut"])
 def cuts(request: pytest.FixtureRequest) -> Callable[[InProcess], None]:
     """Whole blocks, then any parts of them."""
     if request.param == "full":

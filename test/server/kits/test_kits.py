@@ -49,6 +49,8 @@ PERSON = chat(
     "Rita Berg is 54 years old, lives in Rome and likes chess and hiking."
 )
 
+pytestmark = pytest.mark.ci
+
 
 def bounded(grammar: str) -> str:
     """Of characters at most twelve, of blanks and fields at most two."""
