@@ -79,7 +79,7 @@ def build_worker(
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(target.sampler, rules, kernels)
-    graphs = VerifyGraphs(target, options.verify_widths, platform.unequal_widths)
+    graphs = VerifyGraphs(target, options.verify_widths, platform.ragged_widths)
     verifier = Verifier(target_worker, sampler, rules, graphs, kernels, clock)
     verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
     next_draft: NextDraft = DraftLater()
@@ -128,8 +128,8 @@ def _verify_width(
     window = server_args.speculative_draft_window_size
     timer = StepTimer(target, drafter, verifier, context_kv, window, block_size)
     # SGLang's 3-D positions need equal widths.
-    unequal = platform_of(server_args).unequal_widths and not target.model_is_mrope
-    return AdaptiveWidth(block_size, timer.measure(widths), unequal)
+    ragged = platform_of(server_args).ragged_widths and not target.model_is_mrope
+    return AdaptiveWidth(block_size, timer.measure(widths), ragged)
 
 
 def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import is_deepseek_dsa
@@ -13,6 +14,8 @@ from sglang.srt.environ import envs
 
 from sglang_dflash.errors import WITHOUT_DFLASH, Rule
 from sglang_dflash.settings.facts import Facts
+from sglang_dflash.settings.options import VERIFY_WIDTH, given_flags
+from sglang_dflash.settings.platforms import PLATFORMS
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
 ONE_STEP = "it puts prefill and decode into one step, and here they are separate"
@@ -271,7 +274,52 @@ def _unknown_detokenizer(facts: Facts) -> bool:
     return bool(many and args.tokenizer_worker_num == 1)
 
 
+def _flags_of_a_draft(facts: Facts) -> str:
+    args = facts.args
+    given = given_flags()
+    if args.speculative_draft_model_path is not None:
+        given.append("--speculative-draft-model-path")
+    if args.speculative_dflash_block_size is not None:
+        given.append("--speculative-dflash-block-size")
+    return f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'}" if given else ""
+
+
+def _missing_target(facts: Facts) -> bool:
+    path = facts.args.model_path
+    return path.startswith((".", "/", "~")) and not Path(path).exists()
+
+
+# Of a server of any algorithm, because SGLang would ignore them without a word.
+WITHOUT_ALGORITHM: Rule[Facts] = Rule(
+    "flags of a draft without `--speculative-algorithm`",
+    _flags_of_a_draft,
+    "Nothing is drafted without --speculative-algorithm, but {found} given.",
+    "Add --speculative-algorithm DFLASH, or leave out the other flags.",
+)
+MISSING_TARGET: Rule[Facts] = Rule(
+    "a folder as `--model-path` that does not exist",
+    _missing_target,
+    "There is no target {f.args.model_path}.",
+    "Give the path of a target.",
+)
+NO_WINDOW: Rule[Facts] = Rule(
+    "`--speculative-draft-window-size` below 1",
+    lambda f: (
+        f.args.speculative_draft_window_size is not None
+        and f.args.speculative_draft_window_size < 1
+    ),
+    "--speculative-draft-window-size {f.args.speculative_draft_window_size} is not possible.",
+    "Give a number of tokens, at least the block size.",
+)
+# SGLang changes or reads the flags of these before it comes to those of speculation.
+FIRST = (WITHOUT_ALGORITHM, MISSING_TARGET, NO_WINDOW)
 RULES: tuple[Rule[Facts], ...] = (
+    Rule(
+        f"`--device` other than {', '.join(PLATFORMS)}",
+        lambda f: f.args.device not in PLATFORMS,
+        "DFLASH does not run on {f.args.device}.",
+        f"Serve on {' or '.join(PLATFORMS)}, or without --speculative-algorithm DFLASH.",
+    ),
     Rule(
         "targets with sparse attention (DSA)",
         lambda f: is_deepseek_dsa(f.target.hf_config),  # SGLang sets flags for it
@@ -287,6 +335,13 @@ RULES: tuple[Rule[Facts], ...] = (
         "--lora-backend {f.args.lora_backend} does not serve LoRA adapters with DFLASH "
         "{f.platform.place}.",
         "Give --lora-backend {f.lora_backends}.",
+    ),
+    Rule(
+        "`--speculative-dflash-verify-width auto` with adapters",
+        lambda f: f.adapters and f.verify_width == "auto",
+        f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) auto does not work with LoRA "
+        "adapters: SGLang prepares them for one width.",
+        "Give full, or a number of positions.",
     ),
     Rule(
         "`--api-key`, `--admin-api-key` with `--enable-http2`",

@@ -83,9 +83,11 @@ def _guard_dflash() -> None:
     def guarded_handle(server_args: Any) -> None:
         if is_dflash(server_args):
             _refuse_if_incomplete()
-        from sglang_dflash.engine.v0_5_13.server_args import check_first
+            from sglang_dflash.engine.v0_5_13.server_args import check_first
 
-        check_first(server_args)
+            check_first(server_args)
+        elif server_args.speculative_algorithm is None:
+            _refuse_flags_of_a_draft(server_args)
         handle(server_args)
 
     SpeculativeAlgorithm.create_worker = guarded_create
@@ -102,6 +104,15 @@ def _refuse_if_incomplete() -> None:
             f"Install sglang=={SGLANG_VERSION} and load both plugins (leave SGLANG_PLUGINS unset), "
             "or leave the plugin dflash out of SGLANG_PLUGINS to run SGLang's own DFLASH.",
         )
+
+
+def _refuse_flags_of_a_draft(server_args: Any) -> None:
+    """They have no effect without an algorithm, and SGLang does not say so."""
+    from sglang_dflash.engine.flag_rules import WITHOUT_ALGORITHM
+    from sglang_dflash.errors import refuse
+    from sglang_dflash.settings.facts import Facts
+
+    refuse([WITHOUT_ALGORITHM], Facts(server_args))
 
 
 def _print_refusals_plainly() -> None:

@@ -19,6 +19,7 @@ from sglang_dflash.targets import host_cache, hybrid, kv_dtype, lora
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 # All rules, for docs/limits.md.
 FLAGS: tuple[Rule[Any], ...] = (
+    *flag_rules.FIRST,
     *flag_rules.RULES,
     *draft_rules.FIRST,
     *hybrid.STRATEGY_RULES,

@@ -13,6 +13,11 @@ def is_dflash(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == "DFLASH"
 
 
+def names_no_other(server_args: Any, *_: Any, **__: Any) -> bool:
+    """Whether these server arguments ask for DFLASH or for no speculation."""
+    return server_args.speculative_algorithm is None or is_dflash(server_args)
+
+
 def serves_dflash(*args: Any, **kwargs: Any) -> bool:
     """Whether a call in SGLang belongs to a DFLASH server: the gate of most hooks.
 
@@ -28,7 +33,7 @@ def serves_dflash(*args: Any, **kwargs: Any) -> bool:
 
 def process_serves_dflash(*_: Any, **__: Any) -> bool:
     """Whether the server of this process serves DFLASH: the gate of hooks inside a forward."""
-    from sglang.srt.server_args import get_global_server_args  # T modules need no SGLang
+    from sglang.srt.server_args import get_global_server_args  # it loads after the plugins
 
     return is_dflash(get_global_server_args())
 

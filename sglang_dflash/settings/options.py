@@ -81,14 +81,7 @@ class Options:
         """Read flags and environment for server arguments with a block size; raises `Refusal`."""
         block_size = int(server_args.speculative_num_draft_tokens)
         platform = platform_of(server_args)
-        adapters = has_adapters(server_args)
-        widths = _asked(VERIFY_WIDTH, "full" if adapters else platform.verify_width)
-        if adapters and widths == "auto":
-            raise Refusal(
-                f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) auto does not work with "
-                "LoRA adapters: SGLang prepares them for one width.",
-                f"Give full, or 2 to {block_size}.",
-            )
+        widths = asked_width(server_args)
         ahead = _asked(DRAFT_AHEAD, platform.draft_ahead)
         if ahead not in ("on", "off"):
             raise Refusal(
@@ -115,6 +108,12 @@ class Options:
         return self.block_size * (2 if self.draft_ahead else 1)
 
 
+def asked_width(server_args: Any) -> str:
+    """The verify width as it is given, or its default."""
+    default = "full" if has_adapters(server_args) else platform_of(server_args).verify_width
+    return _asked(VERIFY_WIDTH, default)
+
+
 def has_adapters(server_args: Any) -> bool:
     """Whether a server with these arguments loads adapters, now or later.
 
@@ -127,7 +126,7 @@ def has_adapters(server_args: Any) -> bool:
 def _verify_widths(asked: str, block_size: int, platform: Platform) -> tuple[int, ...]:
     if asked == "full":
         return (block_size,)
-    if asked == "auto" and platform.unequal_widths:
+    if asked == "auto" and platform.ragged_widths:
         return tuple(range(1, block_size + 1))
     if asked == "auto":  # each width has an attention backend and graphs of its own
         quarters = {max(2, block_size * i // 4) for i in range(1, 5)}

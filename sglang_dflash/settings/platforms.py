@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.errors import Refusal
-
 
 @dataclass(frozen=True)
 class Platform:
@@ -19,7 +17,7 @@ class Platform:
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
     queues_work: bool  # a call returns before the device has done it
-    unequal_widths: bool  # attention serves any verify width, and a different one per request
+    ragged_widths: bool  # attention serves any verify width, and a different one per request
     quantised_weights: bool
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
     tracked_states: bool  # --mamba-scheduler-strategy extra_buffer
@@ -41,7 +39,7 @@ PLATFORMS = {
         verify_width="full",
         draft_ahead="on",
         queues_work=True,
-        unequal_widths=False,
+        ragged_widths=False,
         quantised_weights=True,
         gdn_dtypes=(torch.bfloat16, torch.float16),  # SGLang's prefill takes no float32
         tracked_states=True,
@@ -60,7 +58,7 @@ PLATFORMS = {
         verify_width="auto",
         draft_ahead="off",  # a CPU has nothing to overlap
         queues_work=False,
-        unequal_widths=True,
+        ragged_widths=True,
         quantised_weights=False,
         gdn_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         tracked_states=False,
@@ -77,12 +75,7 @@ PLATFORMS = {
 
 
 def platform_of(server_args: Any) -> Platform:
-    """The platform of these server arguments; raises `Refusal` for any other device."""
-    if server_args.device not in PLATFORMS:
-        raise Refusal(
-            f"DFLASH does not run on {server_args.device}.",
-            f"Serve on {' or '.join(PLATFORMS)}, or without --speculative-algorithm DFLASH.",
-        )
+    """The platform of these server arguments, whose device is one of them."""
     return PLATFORMS[server_args.device]
 
 

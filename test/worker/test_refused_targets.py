@@ -122,5 +122,5 @@ def test_quantised_drafts_on_a_cpu(target: str, draft: str, tmp_path: Path, meth
 
 
 def test_a_target_that_does_not_exist(draft: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="does not exist"):
+    with pytest.raises(Refusal, match="There is no target"):
         arguments(str(tmp_path / "nowhere"), draft)

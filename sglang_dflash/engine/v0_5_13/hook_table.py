@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dflash.seam.flags import process_serves_dflash
+from sglang_dflash.seam.flags import names_no_other, process_serves_dflash
 from sglang_dflash.seam.hook import Hook, always
 
 DFLASH_HOOKS = (
@@ -32,7 +32,7 @@ DFLASH_HOOKS = (
         "BEFORE",
         "engine.v0_5_13.server_args:adopt_speculators",
         "a speculators checkpoint given as --model-path names its target inside",
-        always,
+        names_no_other,
     ),
     Hook(
         "server_args.ServerArgs._handle_model_specific_adjustments",
@@ -295,7 +295,7 @@ CUDA_HOOKS = (
         ".FlashAttentionBackend.init_forward_metadata_in_graph",
         "AFTER",
         "backends.fa3:begin_forward",
-        "makes that launch, and clears the schedules that `backends.fa3:share_schedules` shares",
+        "fills FA3's page tables in the graph, and drops the schedules of the forward before",
         process_serves_dflash,
     ),
     Hook(

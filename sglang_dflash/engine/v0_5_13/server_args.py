@@ -13,11 +13,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.checkpoint.formats import speculators
 from sglang_dflash.checkpoint.served import draft_config, served_draft
-from sglang_dflash.engine import draft_rules, refusals
+from sglang_dflash.engine import draft_rules, flag_rules, refusals
 from sglang_dflash.errors import Refusal, refuse
 from sglang_dflash.seam.flags import is_dflash
-from sglang_dflash.settings import options
-from sglang_dflash.settings.facts import DraftFacts
+from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.settings.options import Options, has_adapters
 
 logger = logging.getLogger(__name__)
@@ -41,8 +40,6 @@ def adopt_speculators(server_args: ServerArgs) -> None:
 
     The checkpoint is the draft, and its config names the target. Explicit flags win.
     """
-    if server_args.speculative_algorithm is not None and not is_dflash(server_args):
-        return
     raw = _config_of(server_args)
     if speculators.matches(raw):
         verifier = speculators.verifier_of(raw)
@@ -57,41 +54,14 @@ def adopt_speculators(server_args: ServerArgs) -> None:
             server_args.speculative_draft_model_path = server_args.model_path
         logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
         server_args.model_path = verifier
-    target = server_args.model_path
-    is_path = target.startswith((".", "/", "~"))
-    if server_args.speculative_algorithm is not None and is_path and not Path(target).exists():
-        raise Refusal(f"The target {target} does not exist.", "Give the path of a target.")
+    if is_dflash(server_args):
+        refuse([flag_rules.MISSING_TARGET], Facts(server_args))
 
 
 def check_first(server_args: ServerArgs) -> None:
-    """Refuse what SGLang would read in its own way before `handle_dflash` is called.
-
-    For a server of any algorithm: flags of a draft have no effect without one.
-    """
-    if server_args.speculative_algorithm is None:
-        _refuse_flags_of_a_draft(server_args)
-    elif is_dflash(server_args):
-        window = server_args.speculative_draft_window_size
-        if window is not None and window < 1:
-            raise Refusal(
-                f"--speculative-draft-window-size {window} is not possible.",
-                "Give a number of tokens, at least the block size.",
-            )
-        draft_config(server_args)
-
-
-def _refuse_flags_of_a_draft(server_args: ServerArgs) -> None:
-    given = options.given_flags()
-    if server_args.speculative_draft_model_path is not None:
-        given.append("--speculative-draft-model-path")
-    if server_args.speculative_dflash_block_size is not None:
-        given.append("--speculative-dflash-block-size")
-    if given:
-        raise Refusal(
-            f"Nothing is drafted without --speculative-algorithm, but {' and '.join(given)} "
-            f"{'is' if len(given) == 1 else 'are'} given.",
-            "Add --speculative-algorithm DFLASH, or leave out the other flags.",
-        )
+    """Refuse what SGLang would read in its own way before `handle_dflash` is called."""
+    refuse([flag_rules.NO_WINDOW], Facts(server_args))
+    draft_config(server_args)
 
 
 def _config_of(server_args: ServerArgs) -> dict[str, Any]:
