@@ -185,8 +185,6 @@ LISTS = {"token_ids_logprob", "multi_item_delimiter_indices"}  # one value is a 
 DIVIDED = {"decode_tp_size", "multi_item_delimiter_indices"}
 # SGLang fills these itself. A client's value would reach for another client's answer or adapter.
 OWN = {"http_worker_ipc", "lora_id"}
-# Multimodal processors read these themselves. In a batch, each request takes its entry.
-MEDIA = {"image_data", "video_data", "audio_data", "modalities", "mm_hashes"}
 
 
 class Size(NamedTuple):

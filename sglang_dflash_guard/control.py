@@ -70,8 +70,8 @@ async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
         async with CALLS.setdefault(communicator, asyncio.Lock()):
             results = await original(communicator, obj)
     for result in results:
-        if hasattr(result, "refused"):
-            raise Refusal(*result.refused)
+        if hasattr(result, "dflash_refused"):
+            raise Refusal(*result.dflash_refused)
         if isinstance(result, ProfileReqOutput) and not result.success:
             raise Refusal(result.message, "Then ask again.")  # it names the request to send first
     return results
@@ -166,7 +166,7 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
 
 def _refused(output: Any, what: str, fix: str) -> Any:
     """The answer of a scheduler, with the parts of a `Refusal` that `check_control` raises."""
-    output.refused = what, fix
+    output.dflash_refused = what, fix
     return output
 
 

@@ -3,8 +3,8 @@
 SGLang keeps the state of each request from its arrival to its last token. It also keeps the state
 of a request that it refuses in between, as one whose prompt is too long. Then the id is taken for
 ever, a server that is asked to end waits for the request, and so does an adapter that is to be
-unloaded. Of a request that is aborted in the queue, SGLang keeps the use of the adapter. Here each
-use is given back once.
+unloaded. SGLang also leaks the adapter reference of a request that is aborted while it is queued.
+This module releases each reference once.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 from typing import Any
 
 from sglang_dflash.errors import Refusal
@@ -46,13 +47,23 @@ def _mode() -> str:
 
 
 def _begin(app: Any) -> None:
-    """Check HTTP bodies, and say which hooks SGLang has not applied."""
+    """Check HTTP bodies."""
     try:
         from sglang_dflash_guard.middleware import BodyChecks  # it needs SGLang's application
     except Exception as error:  # noqa: BLE001, SGLang has changed in whatever way
         logger.warning("The guard cannot check HTTP bodies (%s).", error)
     else:
         app.add_middleware(BodyChecks)
+    say_what_lacks()
+
+
+def say_what_lacks(*_: Any, **__: Any) -> None:
+    """AFTER `TokenizerManager.__init__`, which `sglang.Engine` calls too, and before HTTP."""
+    _say_once()
+
+
+@cache
+def _say_once() -> None:
     lacking = missing(hook.target for hook in HOOKS)
     for hook in HOOKS:
         if hook.target in lacking:
@@ -61,6 +72,12 @@ def _begin(app: Any) -> None:
 
 # Target, kind, function of ours, and the reason why it must exist.
 ROWS = (
+    (
+        "managers.tokenizer_manager.TokenizerManager.__init__",
+        "AFTER",
+        "plugin:say_what_lacks",
+        "nobody hears of hooks that are missing under sglang.Engine",
+    ),
     (
         "lora.lora_manager.LoRAManager.load_lora_weights",
         "AFTER",
@@ -71,7 +88,7 @@ ROWS = (
         "lora.lora_manager.LoRAManager.load_lora_weights_from_tensors",
         "AFTER",
         "lora_weights:check_weights",
-        "so does one that a request brings",
+        "so does an adapter that comes with a request",
     ),
     (
         "managers.tp_worker.BaseTpWorker.load_lora_adapter",
@@ -262,7 +279,7 @@ ROWS = (
         "managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
         "AROUND",
         "lifecycle:release_once",
-        "with the hook before, or if the request ran, SGLang gives a use of an adapter back twice",
+        "SGLang releases an adapter twice for a request that ran or was aborted in the queue",
     ),
 )
 MODE = Hook(
