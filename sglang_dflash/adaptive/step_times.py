@@ -55,7 +55,7 @@ class StepTimer:
         The shortest of several times of a forward counts. When MOST_SECONDS are over, the largest
         batches may not have been measured.
         """
-        logger.info("DFLASH: step times are measured now, in about %d s at most.", MOST_SECONDS)
+        logger.info("DFLASH: measuring step times, for up to %d s.", MOST_SECONDS)
         batches = [2**i for i in range(self._most.bit_length()) if 2**i < self._most]
         batches.append(self._most)
         grid = sorted({1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else set(widths))

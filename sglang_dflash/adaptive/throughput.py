@@ -81,10 +81,10 @@ def own_widths(survival: Array, seconds: Array) -> Array:
 
 
 def without_outliers(seconds: Array) -> Array:
-    """Times of forwards, at most those of larger forwards. [batches, kinds], both ascending.
+    """Times of forwards, at most those of larger forwards: [batches, kinds], both ascending.
 
-    A slow moment can only lengthen a time. A forward takes no longer than one of more requests or
-    of more positions, so that one's time is a bound. The first kind is a draft, and has no width.
+    Time grows with batch size and width, and noise can only lengthen it. So each time is capped by
+    those of larger forwards. Column 0 is the draft, which has no width.
     """
     bounded = np.minimum.accumulate(seconds[::-1], axis=0)[::-1].copy()
     bounded[:, 1:] = np.minimum.accumulate(bounded[:, :0:-1], axis=1)[:, ::-1]

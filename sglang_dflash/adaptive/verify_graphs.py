@@ -15,9 +15,9 @@ class VerifyGraphs:
     A prefill runs on any pair.
     """
 
-    def __init__(self, runner: ModelRunner, widths: Sequence[int], any_width: bool) -> None:
-        """any_width: there is one attention backend, which serves all widths without graphs."""
-        self._runner, self._widths, self._any_width = runner, widths, any_width
+    def __init__(self, runner: ModelRunner, widths: Sequence[int], ragged: bool) -> None:
+        """ragged: there is one attention backend, which serves all widths without graphs."""
+        self._runner, self._widths, self._ragged = runner, widths, ragged
         self.capture()
 
     def capture(self) -> None:
@@ -25,7 +25,7 @@ class VerifyGraphs:
         runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
         block_size = args.speculative_num_draft_tokens
         self._pairs = {block_size: (runner.attn_backend, graphs)}
-        if self._any_width:
+        if self._ragged:
             return
         for width in set(self._widths) - {block_size}:
             with temporarily(args, speculative_num_draft_tokens=width):  # both are made for it
@@ -38,5 +38,5 @@ class VerifyGraphs:
 
     def use(self, width: int) -> None:
         """Verify this width from now on."""
-        if not self._any_width:
+        if not self._ragged:
             self._runner.attn_backend, self._runner.graph_runner = self._pairs[width]

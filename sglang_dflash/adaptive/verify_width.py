@@ -18,7 +18,7 @@ WORTH = 1.1  # the host waits for a draft only if a step can get this much faste
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedChoice:
     """A choice from which nothing is learned."""
 
     block: Block
@@ -33,15 +33,15 @@ class FixedWidth:
     def __init__(self, width: int, block_size: int) -> None:
         self._width, self._block_size = width, block_size
 
-    def choose(self, block: Block) -> Fixed:
-        return Fixed(block.first(self._width))
+    def choose(self, block: Block) -> FixedChoice:
+        return FixedChoice(block.first(self._width))
 
     def verifies_whole(self, requests: int) -> bool:
         return self._width == self._block_size
 
 
 @dataclass(frozen=True)
-class Weighed:
+class AdaptiveChoice:
     """A choice by the draft's probabilities."""
 
     block: Block
@@ -60,29 +60,29 @@ class AdaptiveWidth:
     online, and the times of steps, measured at startup.
     """
 
-    def __init__(self, block_size: int, step_times: StepTimes, unequal: bool) -> None:
-        """unequal: the requests of a batch may have different widths."""
-        self._block_size, self._step_times, self._unequal = block_size, step_times, unequal
+    def __init__(self, block_size: int, step_times: StepTimes, ragged: bool) -> None:
+        """ragged: the requests of a batch may have different widths."""
+        self._block_size, self._step_times, self._ragged = block_size, step_times, ragged
         self._survival = Survival(block_size)
         self._steps = 0
 
-    def choose(self, block: Block) -> Fixed | Weighed:
+    def choose(self, block: Block) -> FixedChoice | AdaptiveChoice:
         """The host waits for the draft, unless the block is verified whole in any case."""
         requests = len(block.slots)
         if self.verifies_whole(requests):
-            return Fixed(block)
+            return FixedChoice(block)
         assert block.probabilities is not None
         probabilities = block.probabilities.cpu().numpy()
         widths = self._widths(probabilities)
-        return Weighed(block.cut(widths), probabilities, widths, self._survival)
+        return AdaptiveChoice(block.cut(widths), probabilities, widths, self._survival)
 
     def verifies_whole(self, requests: int) -> bool:
         """Narrower verifies of so many requests save less than waiting for the draft costs.
 
         On a GPU this wait leaves the device idle until the verify is planned. Attention over
-        unequal widths plans every verify in any case, so there the result is False.
+        ragged widths plans every verify in any case, so there the result is False.
         """
-        if self._unequal:
+        if self._ragged:
             return False
         seconds = self._step_times.at(requests)
         return bool(seconds[-1] <= WORTH * seconds.min())
@@ -94,6 +94,6 @@ class AdaptiveWidth:
         if is_probe:
             return np.full(requests, self._block_size)
         survival, seconds = self._survival(probabilities), self._step_times.at(requests)
-        if self._unequal:
+        if self._ragged:
             return own_widths(survival, seconds)
         return np.full(requests, common_width(survival, seconds))

@@ -1,1 +1,1 @@
-"""The method: the rule of acceptance and what it needs, in torch alone."""
+"""The method: the rule of acceptance and what it needs, in torch and NumPy."""

@@ -58,13 +58,14 @@ class Block:
         return requests[self.ragged.indices // self.width]
 
     def first(self, width: int) -> Block:
-        """Cut the block to its first `width` columns. Probabilities are those of whole blocks."""
+        """Cut a chain to its first `width` columns. Probabilities are those of whole blocks."""
+        assert self.parents is None
         if width == self.width:
             return self
         return Block(self.token_ids[:, :width], self.positions[:, :width], self.slots[:, :width])
 
     def cut(self, widths: npt.NDArray[np.int64]) -> Block:
-        """Cut each request's block to a width of its own: [B] int64 in 1..N, on the host."""
+        """Cut each request's chain to a width of its own: [B] int64 in 1..N, on the host."""
         block = self.first(int(widths.max()))
         if (widths == block.width).all():
             return block
@@ -72,8 +73,9 @@ class Block:
         return replace(block, probabilities=None, ragged=ragged)
 
     def filtered(self, indices: Tensor) -> Block:
-        """Keep these requests of a whole block."""
+        """Keep these requests of a chain that is whole."""
         assert self.ragged is None
+        assert self.parents is None
         probabilities = None
         if self.probabilities is not None:
             probabilities = self.probabilities[indices]
@@ -82,9 +84,11 @@ class Block:
         )
 
     def merged(self, other: Block) -> Block:
-        """Append the requests of another whole block."""
+        """Append the requests of another one. Both are chains that are whole."""
         assert self.ragged is None
+        assert self.parents is None
         assert other.ragged is None
+        assert other.parents is None
         probabilities = None
         if self.probabilities is not None and other.probabilities is not None:
             probabilities = torch.cat([self.probabilities, other.probabilities])

@@ -1,4 +1,4 @@
-"""Prefill: the target's forward over prompts, the first draw, the context KV of every token."""
+"""Prefill: the target's forward over prompts, the first token, the context KV of every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample: the target draws a token at every position, after a prefill and in a block."""
+"""Sample: the target's token at every position, after a prefill and in a block."""
 
 from __future__ import annotations
 

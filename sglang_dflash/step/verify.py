@@ -1,4 +1,4 @@
-"""Verify: one causal forward of the target over the block, a draw at every position, accept."""
+"""Verify: one causal forward of the target over the block, a sample at every position, accept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class VerifyResult:
     def output(self) -> LogitsProcessorOutput:
         """The target's output at the T positions of the block.
 
-        next_token_logits: [T, V] as the draw saw them, float32 if more than their argmax is
+        next_token_logits: [T, V] as the sampler saw them, float32 if more than their argmax is
         needed; hidden_states: [T, K * H], the features, then [.., H] of the last layer if
         requested.
         """
@@ -120,7 +120,7 @@ class Verifier:
         self._planned = None
 
     def verify(self, batch: ScheduleBatch, block: Block) -> VerifyResult:
-        """Run the target over the block, and accept the drafts that equal its own draws."""
+        """Run the target over the block, and accept the drafts that equal its own samples."""
         with self._clock("verify"):
             return self._verify(batch, block)
 

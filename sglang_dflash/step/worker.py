@@ -25,7 +25,7 @@ NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."
 
 
 @dataclass(frozen=True)
-class Launched:
+class StepInFlight:
     """A step that is queued on the device."""
 
     block: Block  # anchors and drafts
@@ -86,7 +86,7 @@ class DFlashWorker:
         """Run one step: propose, verify, commit."""
         return self.land(batch, self.launch(batch))
 
-    def launch(self, batch: ScheduleBatch) -> Launched:
+    def launch(self, batch: ScheduleBatch) -> StepInFlight:
         """Queue a step on the device, up to the copy of its outcome and the draft after it."""
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch.reqs)
@@ -97,9 +97,9 @@ class DFlashWorker:
         copy = HostCopy(verified.accepted.packed)
         self._write_context(verified)
         following = self.next_draft.after_verify(batch, verified, copy)
-        return Launched(block, choice, verified, copy, following)
+        return StepInFlight(block, choice, verified, copy, following)
 
-    def land(self, batch: ScheduleBatch, step: Launched) -> GenerationBatchResult:
+    def land(self, batch: ScheduleBatch, step: StepInFlight) -> GenerationBatchResult:
         """Wait for the outcome of a step, and give its tokens to their requests."""
         outcome = Outcome.unpack(step.copy.wait())
         batch.spec_info = DFlashState(step.verified.accepted.bonus, step.following)

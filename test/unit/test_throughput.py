@@ -19,7 +19,7 @@ from sglang_dflash.adaptive.throughput import (
 )
 
 
-def test_survival_learns_from_unequal_widths() -> None:
+def test_survival_learns_from_ragged_widths() -> None:
     """A draft behind a request's cut counts as neither right nor wrong."""
     said, accepted, widths = np.full((2, 3), 0.9), np.array([2, 1]), np.array([4, 2])
     one, both = Survival(4), Survival(4)

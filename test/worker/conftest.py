@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from sglang_dflash.adaptive.verify_width import Weighed
+from sglang_dflash.adaptive.verify_width import AdaptiveChoice
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.checkpoints import VOCAB
@@ -103,24 +103,29 @@ def verify_parts(engine: InProcess, part: Callable[[Block], Block]) -> None:
     """Verify this part of every block, whatever pays; the policy learns from it all the same."""
     policy = engine.worker.verify_width
 
-    def choose(block: Block) -> Weighed:
+    def choose(block: Block) -> AdaptiveChoice:
         assert block.probabilities is not None
         verified, probabilities = part(block), block.probabilities.cpu().numpy()
-        return Weighed(verified, probabilities, np.array(verified.lens), policy._survival)
+        return AdaptiveChoice(verified, probabilities, np.array(verified.lens), policy._survival)
 
     policy.choose, policy.verifies_whole = choose, lambda _: False
 
 
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
-    """Makes an engine verify, of each request, any part of its block."""
+    """Makes an engine verify any part of each block, all alike where it serves no ragged ones."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     rng = random.Random(8)
 
     def some(block: Block) -> Block:
         return block.cut(np.array([rng.randint(1, block.width) for _ in block.slots]))
 
-    return lambda engine: verify_parts(engine, some)
+    def alike(block: Block) -> Block:
+        return block.first(rng.randint(1, block.width))
+
+    return lambda engine: verify_parts(
+        engine, some if engine.worker.verify_width._ragged else alike
+    )
 
 
 @pytest.fixture(params=[pytest.param("full", marks=pytest.mark.ci), "cut"])

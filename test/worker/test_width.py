@@ -19,7 +19,7 @@ from sglang_dflash.adaptive.throughput import (
     StepTimes,
 )
 from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
-from sglang_dflash.adaptive.verify_width import AdaptiveWidth, Fixed, FixedWidth
+from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedChoice, FixedWidth
 from sglang_dflash.errors import Refusal
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.lm_head import Prediction
@@ -141,7 +141,7 @@ def block_of(*probabilities: float) -> Block:
 def test_one_width_for_all_where_a_probability_is_no_number() -> None:
     """If requests have equal widths, as on CUDA, an allowed width is still chosen."""
     times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
-    policy, block = AdaptiveWidth(8, times, unequal=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
+    policy, block = AdaptiveWidth(8, times, ragged=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
     chosen = [policy.choose(block).block.width for _ in range(2)]
     assert chosen == [8, 4]  # the first step is a probe of whole blocks
 
@@ -149,11 +149,11 @@ def test_one_width_for_all_where_a_probability_is_no_number() -> None:
 def test_blocks_are_whole_where_nothing_can_be_gained() -> None:
     """The host then does not wait for the draft, and the verify can be planned ahead."""
     times = StepTimes({(1, 4): 1.0, (1, 8): 1.05, (4, 4): 1.0, (4, 8): 1.2}, (4, 8))
-    policy = AdaptiveWidth(8, times, unequal=False)
+    policy = AdaptiveWidth(8, times, ragged=False)
     assert [policy.verifies_whole(requests) for requests in (1, 4)] == [True, False]
     block = block_of(*[0.9] * 7)
-    assert policy.choose(block) == Fixed(block)
-    assert not AdaptiveWidth(8, times, unequal=True).verifies_whole(1)
+    assert policy.choose(block) == FixedChoice(block)
+    assert not AdaptiveWidth(8, times, ragged=True).verifies_whole(1)
     assert [FixedWidth(width, 8).verifies_whole(1) for width in (8, 5)] == [True, False]
 
 
@@ -196,7 +196,7 @@ def test_every_width_has_its_own_attention_backend(
             return made[width]
 
         monkeypatch.setattr(ModelRunner, "_get_attention_backend", noted)
-        graphs = VerifyGraphs(runner, (2, 4, 8), any_width=False)
+        graphs = VerifyGraphs(runner, (2, 4, 8), ragged=False)
         assert runner.server_args.speculative_num_draft_tokens == 8
         assert sorted(made) == [2, 4, 8]
         for width, backend in made.items():
