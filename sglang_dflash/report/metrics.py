@@ -27,6 +27,9 @@ class AcceptanceHistogram(list[int]):
 
     Entry n counts the steps that accepted n drafts. It travels from the scheduler to the tokenizer
     process, where `report.hooks` reads it. SGLang itself assumes that blocks are verified whole.
+
+    `Req.customized_info` cannot carry these: its list has no entries of requests without values
+    (`output_streamer.py`), so beside such requests they reach the wrong one.
     """
 
     num_verified = 0

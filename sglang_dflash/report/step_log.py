@@ -18,7 +18,7 @@ class Step:
     num_verified: int  # the first drafts, which the target verified
     num_accepted: int  # the first drafts, which the target accepted
     num_committed: int  # tokens of the answer: the accepted drafts, then the target's own token
-    place: int  # in the answer, of the first of them
+    place: int  # index of the first of them in the answer
     num_requests: int  # of the batch
     seconds: float  # of a monotonic clock, at the commit
 
@@ -30,7 +30,7 @@ def new_log() -> deque[Step]:
 def is_watched(req: Any) -> bool:
     """Whether the client of a request asked for its steps. req: SGLang's `Req`.
 
-    They are sent with logprobs only (`reports.watched_steps`).
+    They are sent with logprobs only (`hooks.watched_steps`).
     """
     params = req.sampling_params.custom_params
     return bool(req.return_logprob and isinstance(params, dict) and params.get(WATCHED))

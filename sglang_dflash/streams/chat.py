@@ -146,14 +146,14 @@ class AnswerSoFar:
             text = self._decoded.add(token)
             if finished:
                 text = text[: len(self._theirs)]  # a stop string is cut off
-            behind = len(new) - count
+            left = len(new) - count
             then = meta | {
                 "finish_reason": None,
                 "completion_tokens": begun + count,
                 "reasoning_tokens": min(self._reasoning + count, reasoning),
             }
             if "output_token_logprobs_length" in meta:
-                then["output_token_logprobs_length"] -= behind
+                then["output_token_logprobs_length"] -= left
             yield self._part(chunk, begun, begun + count, text, then)
         text = self._decoded.add(new[-1]) if new else self._text
         if finished or self._decoded.is_complete():

@@ -182,9 +182,9 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
     state, width = params.mamba_cache_per_req, args.speculative_num_draft_tokens
     inputs, others = bytes_of_inputs(params, width), runner._calculate_mamba_ratio() - 1
     logger.info(
-        f"DFLASH: a running request takes {(state + inputs) / 2**20:.1f} MiB for recurrent states: "
-        f"its own of {state / 2**20:.1f} MiB, and {inputs / 2**20:.1f} MiB for what a block of "
-        f"{width} reads. The radix cache takes {others} more of its own."
+        f"DFLASH: recurrent states take {(state + inputs) / 2**20:.1f} MiB per running request: "
+        f"{state / 2**20:.1f} MiB, and {inputs / 2**20:.1f} MiB for the inputs of a block of "
+        f"{width}. The radix cache keeps {others} more states per request."
     )
     if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)

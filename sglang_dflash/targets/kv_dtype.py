@@ -137,7 +137,7 @@ LOADED_RULES: tuple[Rule[ScaledFacts], ...] = (
             "flashinfer" in (f.prefill, f.decode) and not envs.SGLANG_FLASHINFER_USE_PAGED.get()
         ),
         "The target {f.args.model_path} has scales of its KV, and SGLang's flashinfer backend "
-        "leaves them out when it prefills behind a cached prefix.",
+        "leaves them out when it prefills after a cached prefix.",
         "Set SGLANG_FLASHINFER_USE_PAGED=1, or give --attention-backend fa3.",
     ),
 )

@@ -61,7 +61,7 @@ class RecurrentStates:
 
 
 def tokens_to_interval(num_committed: list[int], lens: list[int], interval: int) -> list[int]:
-    """How many of its new tokens bring a request to the last multiple of the interval; 0: none do.
+    """Each request's new tokens up to the last multiple of `interval` that it crossed, else 0.
 
     SGLang reads the same rule from `num_correct_drafts_per_req_cpu`
     (`BatchResultProcessor._mamba_check_track_boundary`).

@@ -44,17 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument(
         "url",
         nargs="?",
-        help="of the server; default: start the bundled pair with and without DFLASH",
+        help="URL of a DFLASH server; default: start the bundled target with and without DFLASH",
     )
-    watch.add_argument("--port", type=int, default=0, help="of the page; default: a free one")
+    watch.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
 
     chat = commands.add_parser("chat", help="chat in the terminal; accepted drafts are coloured")
-    chat.add_argument("url", help="of a DFLASH server, such as http://127.0.0.1:30000")
-    chat.add_argument("--max-tokens", type=int, default=512, help="of an answer; default: 512")
-    chat.add_argument("--temperature", type=float, default=0.0, help="default: 0")
-    chat.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
+    chat.add_argument("url", help="URL of a DFLASH server, such as http://127.0.0.1:30000")
+    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer; default: 512")
+    chat.add_argument("--temperature", type=float, default=0.0, help="of sampling; default: 0")
+    chat.add_argument("--thinking", action="store_true", help="let the model think first")
     for command in (watch, chat):
-        command.add_argument("--api-key", metavar="KEY", help="of the server")
+        command.add_argument("--api-key", metavar="KEY", help="API key of the server")
 
     commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
 
