@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
+from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.tools.launch import free_port
 from sglang_dflash_guard import plugin
 from test.plugins import distribution
 from test.servers import Client, chat, running
@@ -18,6 +24,22 @@ RENAMED = """
         from sglang.srt.entrypoints.ollama.serving import OllamaServing
 
         del OllamaServing.handle_chat
+"""
+LACKING = (
+    "The guard lacks a hook (no hook on entrypoints.ollama.serving.OllamaServing.handle_chat)."
+)
+ENGINE = """
+    import sglang
+
+    if __name__ == "__main__":
+        engine = sglang.Engine(
+            model_path={target!r},
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path={draft!r},
+            log_level="warning",
+            nccl_port={port},
+        )
+        engine.shutdown()
 """
 
 pytestmark = pytest.mark.ci
@@ -56,8 +78,19 @@ def test_sglang_has_changed(reference: Client, tmp_path: Path) -> None:
         assert server.generate(PROMPT)["output_ids"] == reference.generate(PROMPT)["output_ids"]
         assert server.post(*WRONG).status_code == 400
         log = server.server.log.read_text()
-    lacking = "The guard lacks a hook (no hook on entrypoints.ollama.serving.OllamaServing"
-    assert f"{lacking}.handle_chat)." in log
+    assert log.count(LACKING) == 1
+
+
+def test_an_engine_says_it_too(tmp_path: Path) -> None:
+    """`sglang.Engine` serves no HTTP."""
+    script = tmp_path / "engine.py"
+    script.write_text(dedent(ENGINE).format(target=str(TARGET), draft=str(DRAFT), port=free_port()))
+    path = {"PYTHONPATH": str(distribution(tmp_path, "renamed", "1.0", RENAMED))}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=os.environ | path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LACKING) == 1
 
 
 def test_embeddings() -> None:

@@ -379,3 +379,10 @@ def test_speculators_as_model_path_without_a_verifier(tmp_path: Path) -> None:
     del config["speculators_config"]["verifier"]
     with pytest.raises(Refusal, match="names no target"):
         ServerArgs(model_path=str(write(tmp_path, config, weights)))
+
+
+def test_speculators_as_model_path_whose_target_does_not_exist(tmp_path: Path) -> None:
+    config, weights, _ = speculators()
+    config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "nowhere")
+    with pytest.raises(Refusal, match=r"There is no target .*nowhere"):
+        ServerArgs(model_path=str(write(tmp_path / "draft", config, weights)))

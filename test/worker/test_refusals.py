@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.engine import plugin
-from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.engine.refusals import check_flags, longest_request
 from sglang_dflash.errors import Refusal
 from test.adapters import write_adapter
 from test.arguments import arguments, launch, refused
@@ -147,6 +147,14 @@ def test_detokenizers_of_one_tokenizer_worker(target: str, draft: str) -> None:
         arguments(target, draft, detokenizer_worker_num=2)
     assert arguments(target, draft, detokenizer_worker_num=2, tokenizer_worker_num=2)
     assert arguments(target, draft, detokenizer_worker_num=2, skip_tokenizer_init=True)
+
+
+def test_another_device(target: str, draft: str) -> None:
+    """The first rule: the others read what a device serves."""
+    served = arguments(target, draft)
+    served.device = "xpu"
+    with pytest.raises(Refusal, match=r"DFLASH does not run on xpu\. Serve on cuda or cpu"):
+        check_flags(served)
 
 
 @pytest.mark.parametrize("window", [0, -5])

@@ -35,6 +35,12 @@ DFLASH_HOOKS = (
         names_no_other,
     ),
     Hook(
+        "server_args.ServerArgs.__post_init__",
+        "BEFORE",
+        "engine.v0_5_13.server_args:check_target_exists",
+        "SGLang takes a folder that does not exist for the id of a hub",
+    ),
+    Hook(
         "server_args.ServerArgs._handle_model_specific_adjustments",
         "BEFORE",
         "targets.hybrid:check_states",

@@ -15,7 +15,6 @@ from sglang_dflash.checkpoint.formats import speculators
 from sglang_dflash.checkpoint.served import draft_config, served_draft
 from sglang_dflash.engine import draft_rules, flag_rules, refusals
 from sglang_dflash.errors import Refusal, refuse
-from sglang_dflash.seam.flags import is_dflash
 from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.settings.options import Options, has_adapters
 
@@ -54,8 +53,12 @@ def adopt_speculators(server_args: ServerArgs) -> None:
             server_args.speculative_draft_model_path = server_args.model_path
         logger.info("%s is a DFlash draft; its target is %s.", server_args.model_path, verifier)
         server_args.model_path = verifier
-    if is_dflash(server_args):
-        refuse([flag_rules.MISSING_TARGET], Facts(server_args))
+        check_target_exists(server_args)
+
+
+def check_target_exists(server_args: ServerArgs) -> None:
+    """BEFORE `ServerArgs.__post_init__`, where SGLang takes a missing folder for a hub id."""
+    refuse([flag_rules.MISSING_TARGET], Facts(server_args))
 
 
 def check_first(server_args: ServerArgs) -> None:
