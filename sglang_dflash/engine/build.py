@@ -107,7 +107,7 @@ def build_worker(
         verifier=verifier,
         verify_width=verify_width,
         next_draft=next_draft,
-        committer=Committer(states_of(target), rules, logprobs, report.observers, clock),
+        committer=Committer(states_of(target), logprobs, report.observers, clock),
         graphs=graphs,
         report=report,
     )

@@ -9,8 +9,10 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req
 from torch import Tensor
+
+from sglang_dflash.step.sample import SamplingInput
 
 
 def follows_drafts(req: Req) -> bool:
@@ -54,31 +56,32 @@ def has_mask(req: Req) -> bool:
     return True
 
 
-def mask_by_grammar(logits: Tensor, batch: ScheduleBatch, block: Tensor | None) -> None:
+def mask_by_grammar(logits: Tensor, asked: SamplingInput) -> None:
     """Ban in place the tokens that each request's grammar forbids after its output and drafts.
 
-    logits: [B * w, V]; block: [B, w] int64 on device, None in prefill (w = 1). A draft that the
+    logits: [B * w, V], of all positions of blocks, w = 1 after a prefill. A draft that the
     grammar forbids ends the walk: the target cannot draw it, so nothing after it is accepted.
     Requests share a mask if one function applies it. No mask has rows of a request without a
     grammar: llguidance also bans the ids after its tokenizer's in every row.
     """
     alike: dict[Any, list[int]] = {}
-    for i, req in enumerate(batch.reqs):
+    for i, req in enumerate(asked.reqs):
         if has_mask(req):
             apply = req.grammar.apply_vocab_mask
             alike.setdefault(getattr(apply, "__func__", apply), []).append(i)
     if not alike:
         return
-    tokens = [[0]] * len(batch.reqs) if block is None else block.tolist()
+    block = asked.block
+    tokens = [[0]] * len(asked.reqs) if block is None else block.token_ids.tolist()
     for members in alike.values():
         drafts = {}
         for i in members:
-            drafts[i] = tokens[i] if follows_drafts(batch.reqs[i]) else tokens[i][:1]
-        _mask_alike(logits, batch, drafts, len(tokens[0]))
+            drafts[i] = tokens[i] if follows_drafts(asked.reqs[i]) else tokens[i][:1]
+        _mask_alike(logits, asked, drafts, len(tokens[0]))
 
 
 def _mask_alike(
-    logits: Tensor, batch: ScheduleBatch, drafts: dict[int, list[int]], width: int
+    logits: Tensor, asked: SamplingInput, drafts: dict[int, list[int]], width: int
 ) -> None:
     """Mask the logits of requests whose grammars have one kind of mask.
 
@@ -87,8 +90,8 @@ def _mask_alike(
     rows: list[int] = []
     for i, tokens in drafts.items():
         rows.extend(range(i * width, i * width + len(tokens)))
-    info = batch.sampling_info
-    first = batch.reqs[next(iter(drafts))].grammar
+    info = asked.info
+    first = asked.reqs[next(iter(drafts))].grammar
     mask = first.allocate_vocab_mask(
         vocab_size=info.vocab_size, batch_size=len(rows), device=info.device
     )
@@ -96,7 +99,7 @@ def _mask_alike(
         mask.fill_(-1)  # it is the mask of an earlier call
     row = 0
     for i, tokens in drafts.items():
-        _walk(batch.reqs[i].grammar, tokens, mask, row)
+        _walk(asked.reqs[i].grammar, tokens, mask, row)
         row += len(tokens)
     every = len(rows) == len(logits)
     index = slice(None) if every else torch.tensor(rows, device=logits.device)

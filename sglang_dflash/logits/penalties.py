@@ -14,97 +14,53 @@ import torch
 from torch import Tensor
 
 
-@dataclass
-class Penalty:
-    """One kind of penalty over the output before the anchor."""
-
-    state: Tensor  # [B, V] the penalty of each token now
-    step: Tensor  # [B, 1] added or set by an occurrence
-
-
-@dataclass
-class MinLength:
-    """Stop tokens banned until the output is long enough."""
-
-    length: Tensor  # [B, 1] int32, tokens of output before the anchor
-    minimum: Tensor  # [B, 1] int32
-    stop_bias: Tensor  # [B, V] 0, -inf at stop tokens
-
-
-@dataclass
+@dataclass(frozen=True)
 class Penalties:
-    """The penalties of a batch. A kind that no request uses is None.
+    """The penalties of a batch. A kind that no request uses is None."""
 
-    The tensors are SGLang's own (`penaltylib`), so its filter and merge keep them with their
-    requests. They are updated in place.
-    """
-
-    frequency: Penalty | None = None  # added up
-    presence: Penalty | None = None  # set at the first occurrence
-    repetition: Penalty | None = None  # a factor, set at the first occurrence
-    min_length: MinLength | None = None
+    counts: Tensor  # [B, V] int32, occurrences in the output before the anchor
+    frequency: Tensor | None = None  # [B, 1] float32, subtracted for each occurrence
+    presence: Tensor | None = None  # [B, 1] float32, subtracted if there is one
+    repetition: Tensor | None = None  # [B, 1] float32, a factor if there is one
 
     def apply(self, logits: Tensor, block: Tensor | None) -> None:
         """Penalise in place. logits: [B, w, V]; block: [B, w] int64, None in prefill (w = 1).
 
         Additive penalties come first, then scaling, as in SGLang's overlap mode.
         """
-        base = [None if p is None else p.state[:, None] for p in self._kinds()]
         if block is None:
-            _penalise(logits, *base)
-        else:
-            columns = block[:, None, :].expand(-1, block.shape[1], -1)  # [B, w, w]: row j, token k
-            own = logits.gather(2, columns)
-            _penalise(logits, *base)
-            _penalise(own, *self._at_block(block))
-            logits.scatter_(2, columns, own)
-        if self.min_length is not None:
-            seen = torch.arange(logits.shape[1], device=logits.device) + (block is not None)
-            early = self.min_length.length + seen < self.min_length.minimum  # [B, w]
-            bias = torch.where(early[:, :, None], self.min_length.stop_bias[:, None], 0.0)
-            logits.add_(bias)
+            self._penalise(logits, self.counts[:, None])
+            return
+        columns = block[:, None, :].expand(-1, block.shape[1], -1)  # [B, w, w]: row j, token k
+        own = logits.gather(2, columns)
+        self._penalise(logits, self.counts[:, None])
+        # Occurrences of block token k up to row j, block[0..j] among them.
+        in_block = (block[:, :, None] == block[:, None, :]).long().cumsum(dim=1)
+        self._penalise(own, self.counts.gather(1, block)[:, None] + in_block)
+        logits.scatter_(2, columns, own)
 
-    def _kinds(self) -> tuple[Penalty | None, Penalty | None, Penalty | None]:
-        return self.frequency, self.presence, self.repetition
-
-    def _at_block(self, block: Tensor) -> list[Tensor | None]:
-        """Each penalty of block token k at row j, counting it in block[0..j] too: [B, w, w]."""
-        same = block[:, :, None] == block[:, None, :]
-        counts = same.long().cumsum(dim=1)
-        found: list[Tensor | None] = []
-        for kind in self._kinds():
-            if kind is None:
-                found.append(None)
-                continue
-            before = kind.state.gather(1, block)[:, None, :]
-            step = kind.step[:, :, None]
-            added = before + counts * step
-            found.append(added if kind is self.frequency else torch.where(counts > 0, step, before))
-        return found
-
-    def advance(self, tokens: Tensor, count: Tensor) -> None:
-        """Add the first `count` of these tokens to the output so far.
-
-        tokens: [B, w] int64; count: [B] int64.
-        """
-        kept = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
-        tokens = torch.where(kept, tokens, tokens[:, :1])
+    def _penalise(self, logits: Tensor, counts: Tensor) -> None:
+        """Subtract, then scale, in place. counts: of the columns of logits, broadcast over rows."""
         if self.frequency is not None:
-            self.frequency.state.scatter_add_(1, tokens, kept * self.frequency.step)
-        for kind in (self.presence, self.repetition):
-            if kind is not None:
-                was = kind.state.gather(1, tokens)
-                kind.state.scatter_(1, tokens, torch.where(count[:, None] > 0, kind.step, was))
-        if self.min_length is not None:
-            self.min_length.length += count[:, None].to(self.min_length.length.dtype)
+            logits.sub_(self.frequency[:, None] * counts)
+        if self.presence is not None:
+            logits.sub_(self.presence[:, None] * (counts > 0))
+        if self.repetition is not None:
+            factor = torch.where(counts > 0, self.repetition[:, None], 1.0)
+            logits.copy_(torch.where(logits < 0, logits * factor, logits / factor))
 
 
-def _penalise(
-    logits: Tensor, frequency: Tensor | None, presence: Tensor | None, repetition: Tensor | None
-) -> None:
-    """Subtract, then scale, in place; penalties broadcast over logits."""
-    for penalty in (frequency, presence):
-        if penalty is not None:
-            logits.sub_(penalty)
-    if repetition is not None:
-        logits.copy_(torch.where(logits < 0, logits * repetition, logits / repetition))
+@dataclass(frozen=True)
+class Bans:
+    """Tokens that requests must not take at their first positions, such as early stop tokens."""
+
+    requests: Tensor  # [P] int64
+    tokens: Tensor  # [P] int64
+    positions: Tensor  # [P] int64, how many positions, from the first one on
+
+    def apply(self, logits: Tensor) -> None:
+        """Ban in place. logits: [B, w, V]."""
+        columns = logits[self.requests, :, self.tokens]  # [P, w]
+        banned = torch.arange(logits.shape[1], device=logits.device) < self.positions[:, None]
+        columns.masked_fill_(banned, float("-inf"))
+        logits[self.requests, :, self.tokens] = columns

@@ -2,106 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.sampling.penaltylib import (
-    BatchedFrequencyPenalizer,
-    BatchedMinNewTokensPenalizer,
-    BatchedPenalizerOrchestrator,
-    BatchedPresencePenalizer,
-    BatchedRepetitionPenalizer,
-)
+from sglang.srt.managers.schedule_batch import Req
 from torch import Tensor
 
 from sglang_dflash.logits.grammar import follows_drafts, has_mask, mask_by_grammar
-from sglang_dflash.logits.penalties import MinLength, Penalties, Penalty
+from sglang_dflash.logits.output_counts import OutputCounts
+from sglang_dflash.logits.penalties import Bans, Penalties
 from sglang_dflash.logits.processors import run_custom_processors
-from sglang_dflash.method.block import Block
+from sglang_dflash.step.copies import to_device
+from sglang_dflash.step.sample import SamplingInput
+
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 class RequestedRules:
-    """The rules that the requests of a batch ask for, by SGLang's own objects."""
+    """The rules that the requests of a batch ask for."""
 
-    def in_use(self, batch: ScheduleBatch) -> bool:
-        info = batch.sampling_info
+    def __init__(self) -> None:
+        self._counts = OutputCounts()
+
+    def in_use(self, asked: SamplingInput) -> bool:
         return bool(
-            info.penalizer_orchestrator.is_required
-            or (batch.has_grammar and any(has_mask(req) for req in batch.reqs))
-            or info.has_custom_logit_processor
-            or info.logit_bias is not None
+            asked.penalised
+            or (asked.has_grammar and any(has_mask(req) for req in asked.reqs))
+            or asked.info.has_custom_logit_processor
+            or asked.info.logit_bias is not None
         )
 
-    def apply(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
-        info = batch.sampling_info
-        tokens = None if block is None else block.token_ids
+    def apply(self, logits: Tensor, asked: SamplingInput) -> None:
+        block = asked.block
         spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
-        if info.penalizer_orchestrator.is_required:
-            penalties = penalties_of(info.penalizer_orchestrator)
-            if block is None:
-                recount(penalties, batch.reqs, batch.device)
-            penalties.apply(spread, tokens)
-        if batch.has_grammar:
-            mask_by_grammar(spread.flatten(0, 1), batch, tokens)
-        if info.logit_bias is not None:
-            spread.add_(info.logit_bias[:, None])
-        if info.has_custom_logit_processor:
-            run_custom_processors(spread[:, 0], info, batch.reqs)
+        if asked.penalised:
+            self._penalise(spread, asked)
+        if asked.has_grammar:
+            mask_by_grammar(spread.flatten(0, 1), asked)
+        if asked.info.logit_bias is not None:
+            spread.add_(asked.info.logit_bias[:, None])
+        if asked.info.has_custom_logit_processor:
+            run_custom_processors(spread[:, 0], asked.info, asked.reqs)
         if block is not None and block.ragged is not None:
             logits.copy_(block.flatten(spread))  # `unflatten` made a copy
 
-    def one_token_a_step(self, batch: ScheduleBatch) -> list[bool]:
+    def one_token_a_step(self, asked: SamplingInput) -> list[bool]:
         """Those with a custom processor, and those whose grammar cannot follow drafts.
 
         A processor is user code that reads the request, so it runs only on the anchor's logits.
         Such a grammar masks only the anchor's logits.
         """
-        custom = batch.sampling_info.has_custom_logit_processor
+        custom = asked.info.has_custom_logit_processor
         alone: list[bool] = []
-        if not custom and not batch.has_grammar:
+        if not custom and not asked.has_grammar:
             return alone
-        for req in batch.reqs:
+        for req in asked.reqs:
             has_processor = custom and req.custom_logit_processor is not None
             alone.append(has_processor or not follows_drafts(req))
         return alone
 
-    def count(self, batch: ScheduleBatch, tokens: Tensor, num_accepted: Tensor) -> None:
-        orchestrator = batch.sampling_info.penalizer_orchestrator
-        if orchestrator.is_required:
-            penalties_of(orchestrator).advance(tokens, num_accepted + 1)
+    def _penalise(self, logits: Tensor, asked: SamplingInput) -> None:
+        """logits: [B, w, V]."""
+        counts = self._counts.of(asked, logits.shape[-1])
+        values = {
+            kind: [getattr(req.sampling_params, kind) for req in asked.reqs] for kind in NEUTRAL
+        }
+        on_device = to_device(list(values.values()), logits.device, torch.float32)  # [3, B]
+        kinds = [
+            tensor[:, None] if any(value != NEUTRAL[kind] for value in values[kind]) else None
+            for kind, tensor in zip(NEUTRAL, on_device, strict=True)
+        ]
+        tokens = None if asked.block is None else asked.block.token_ids
+        Penalties(counts, *kinds).apply(logits, tokens)
+        bans = self._early_stops(asked, logits)
+        if bans is not None:
+            bans.apply(logits)
+
+    def _early_stops(self, asked: SamplingInput, logits: Tensor) -> Bans | None:
+        """The stop tokens of requests whose output is still too short, if there are any."""
+        rows: list[tuple[int, int, int]] = []
+        for i, req in enumerate(asked.reqs):
+            length = self._counts.length(req) + (asked.block is not None)  # with the anchor
+            positions = req.sampling_params.min_new_tokens - length
+            if positions > 0:
+                rows.extend((i, token, positions) for token in _stop_tokens(req))
+        if not rows:
+            return None
+        return Bans(*to_device(list(zip(*rows, strict=True)), logits.device))
 
 
-def penalties_of(orchestrator: BatchedPenalizerOrchestrator) -> Penalties:
-    """A view of the tensors of SGLang's penalizers, without those that are not required."""
-
-    def prepared(penalizer: type) -> Any:
-        held = orchestrator.penalizers.get(penalizer)
-        return held if held is not None and held.is_prepared() else None
-
-    penalties = Penalties()
-    if (held := prepared(BatchedFrequencyPenalizer)) is not None:
-        state, step = held.cumulated_frequency_penalties, held.frequency_penalties
-        penalties.frequency = Penalty(state, step)
-    if (held := prepared(BatchedPresencePenalizer)) is not None:
-        state, step = held.cumulated_presence_penalties, held.presence_penalties
-        penalties.presence = Penalty(state, step)
-    if (held := prepared(BatchedRepetitionPenalizer)) is not None:
-        state, step = held.cumulated_repetition_penalties, held.repetition_penalties
-        penalties.repetition = Penalty(state, step)
-    if (held := prepared(BatchedMinNewTokensPenalizer)) is not None:
-        penalties.min_length = MinLength(
-            held.len_output_tokens, held.min_new_tokens, held.stop_token_penalties
-        )
-    return penalties
-
-
-def recount(penalties: Penalties, reqs: list[Req], device: str) -> None:
-    """Count the earlier output of requests that were retracted and are prefilled again.
-
-    SGLang resets its penalizers at every prefill.
-    """
-    outputs = [list(req.output_ids) for req in reqs]
-    if longest := max(map(len, outputs)):
-        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in outputs], device=device)
-        penalties.advance(tokens, torch.tensor([len(ids) for ids in outputs], device=device))
+def _stop_tokens(req: Req) -> set[int]:
+    """The tokens that end a request, as SGLang's `BatchedMinNewTokensPenalizer` has them."""
+    tokenizer = req.tokenizer
+    own = req.sampling_params.stop_token_ids or set()
+    more = tokenizer.additional_stop_token_ids or set()
+    return {*own, *more, tokenizer.eos_token_id}

@@ -20,7 +20,6 @@ from sglang_dflash.step.policies import (
     StepObserver,
     TargetStates,
 )
-from sglang_dflash.step.sample import LogitRules
 from sglang_dflash.step.verify import VerifyResult
 
 logger = logging.getLogger(__name__)
@@ -32,13 +31,11 @@ class Committer:
     def __init__(
         self,
         states: TargetStates,
-        rules: LogitRules,
         logprobs: Logprobs,
         observers: list[StepObserver],
         clock: StepClock,
     ) -> None:
         self._states = states
-        self._rules = rules
         self._logprobs = logprobs
         self._clock = clock
         self.observers = observers
@@ -56,10 +53,8 @@ class Committer:
     def _commit(
         self, batch: ScheduleBatch, drafted: Block, verified: VerifyResult, outcome: Outcome
     ) -> GenerationBatchResult:
-        block = verified.block
         output = verified.output
-        self._rules.count(batch, block.token_ids, verified.accepted.outcome.num_accepted)
-        widths = block.lens
+        widths = verified.block.lens
         committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]
         num_committed = [len(ids) for ids in tokens]

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
+from sglang_dflash.step.copies import HostCopy
 from sglang_dflash.step.policies import VerifyWidth
 from sglang_dflash.step.prefill import all_start_to_decode
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
-from sglang_dflash.step.state import HostCopy
 from sglang_dflash.step.verify import Verifier, VerifyResult
 
 

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
 from sglang_dflash.method.block import Block
-from sglang_dflash.step.state import HostCopy
+from sglang_dflash.step.copies import HostCopy
 from sglang_dflash.step.verify import VerifyResult
 
 

@@ -11,9 +11,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import Tensor
 
 from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.step.copies import HostCopy
 from sglang_dflash.step.policies import Logprobs
-from sglang_dflash.step.sample import TargetSampler
-from sglang_dflash.step.state import HostCopy
+from sglang_dflash.step.sample import SamplingInput, TargetSampler
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Prefill:
         self._target.set_hicache_consumer(batch.hicache_consumer_index)
         result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
         output = result.logits_output
-        first = self._sampler(output.next_token_logits, batch, batch.seq_lens - 1, block=None)
+        asked = SamplingInput.of(batch, block=None)
+        first = self._sampler(output.next_token_logits, asked, batch.seq_lens - 1)
         if batch.return_logprob:
             self._logprobs.after_prefill(batch, output, first)
         copy = HostCopy(first)

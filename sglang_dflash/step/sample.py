@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
@@ -21,25 +22,51 @@ from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.block import Block
 
 
+@dataclass(frozen=True)
+class SamplingInput:
+    """What sampling needs to know of a batch."""
+
+    reqs: list[Req]
+    info: SamplingBatchInfo
+    block: Block | None  # whose tokens are sampled; None after a prefill, one token per request
+    penalised: bool  # whether any request has a penalty or a least length
+    has_grammar: bool  # whether any request has a grammar
+    # The tokens of a request's output from an index on, up to the one before the block's anchor.
+    output_of: Callable[[Req, int], list[int]]
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch, block: Block | None) -> SamplingInput:
+        """Read a batch whose requests have all their output, the anchors of `block` among it."""
+        info = batch.sampling_info
+        penalised = info.penalizer_orchestrator.is_required
+        end = None if block is None else -1
+        return cls(
+            batch.reqs,
+            info,
+            block,
+            penalised,
+            batch.has_grammar,
+            output_of=lambda req, start: req.output_ids[start:end],
+        )
+
+    def expand(self, requests: Tensor) -> Tensor:
+        """Repeat each request's value, [B, ..], for its positions: [T, ..]."""
+        return requests if self.block is None else self.block.expand(requests)
+
+
 class LogitRules(Protocol):
     """What requests ask of the target's logits, such as penalties and grammars."""
 
-    def in_use(self, batch: ScheduleBatch) -> bool:
+    def in_use(self, asked: SamplingInput) -> bool:
         """Whether any request of a batch changes the target's logits."""
 
-    def apply(self, logits: Tensor, batch: ScheduleBatch, block: Block | None) -> None:
-        """Change logits in place. logits: [T, V] float32; block: as `TargetSampler` takes it."""
+    def apply(self, logits: Tensor, asked: SamplingInput) -> None:
+        """Change logits in place. logits: [T, V] float32."""
 
-    def one_token_a_step(self, batch: ScheduleBatch) -> list[bool]:
+    def one_token_a_step(self, asked: SamplingInput) -> list[bool]:
         """Which requests commit one token per step, because a rule of theirs cannot see drafts.
 
         [B], or empty if there is no such rule.
-        """
-
-    def count(self, batch: ScheduleBatch, tokens: Tensor, num_accepted: Tensor) -> None:
-        """Count the anchor and the accepted drafts of each block among the output.
-
-        tokens: [B, w] int64; num_accepted: [B] int64, on the device.
         """
 
 
@@ -52,39 +79,33 @@ class TargetSampler:
         self._kernels = kernels
         self._group = get_tp_group()
 
-    def __call__(
-        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
-    ) -> Tensor:
+    def __call__(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
         """Draw the token after every position: [T] int64, equal on all ranks.
 
         logits: [T, V], float32 unless `is_argmax`, changed in place; positions: [T] int64 of the
-        inputs; block: the block of these positions, or None after a prefill, which has one position
-        per request.
+        inputs.
         """
-        if self._rules.in_use(batch):
-            self._rules.apply(logits, batch, block)
-        ids = self._sample(logits, batch, positions, block)
+        if self._rules.in_use(asked):
+            self._rules.apply(logits, asked)
+        ids = self._sample(logits, asked, positions)
         # The logits of ranks differ by rounding. At a near-tie, their tokens must still be equal.
         shared: Tensor = self._group.broadcast(ids, src=0)
         return shared
 
-    def is_argmax(self, batch: ScheduleBatch) -> bool:
+    def is_argmax(self, asked: SamplingInput) -> bool:
         """Whether a batch needs only the largest logit of each position."""
-        return bool(batch.sampling_info.is_all_greedy) and not self._rules.in_use(batch)
+        return bool(asked.info.is_all_greedy) and not self._rules.in_use(asked)
 
-    def _sample(
-        self, logits: Tensor, batch: ScheduleBatch, positions: Tensor, block: Block | None
-    ) -> Tensor:
+    def _sample(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
         greedy = self._kernels.largest(logits).argmax
-        info = batch.sampling_info
-        if info.is_all_greedy:
+        if asked.info.is_all_greedy:
             return greedy
-        info = _by_position(info, block)
+        info = _by_position(asked)
         probs = torch.softmax(logits / info.temperatures, dim=-1)
         if info.sampling_seed is not None:
-            each = [req.sampling_params for req in batch.reqs]
+            each = [req.sampling_params for req in asked.reqs]
             filtered = torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
-            sampled = self._sample_seeded(probs, info, positions, _expand(filtered, block))
+            sampled = self._sample_seeded(probs, info, positions, asked.expand(filtered))
         else:
             filters = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
             simple = not any(filters)
@@ -121,16 +142,11 @@ class TargetSampler:
         return sampled
 
 
-def _expand(requests: Tensor, block: Block | None) -> Tensor:
-    """Repeat each request's value, [B, ..], for its positions."""
-    return requests if block is None else block.expand(requests)
-
-
-def _by_position(info: SamplingBatchInfo, block: Block | None) -> SamplingBatchInfo:
+def _by_position(asked: SamplingInput) -> SamplingBatchInfo:
     """Each request's sampling parameters for all its positions."""
     expanded = {}
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
-        value = getattr(info, name)
+        value = getattr(asked.info, name)
         if value is not None:
-            expanded[name] = _expand(value, block)
-    return replace(info, **expanded)
+            expanded[name] = asked.expand(value)
+    return replace(asked.info, **expanded)

@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
+from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.reservation import ceil_align, reserved_end
 
 
@@ -63,8 +64,7 @@ class Slots:
             slots = self._allocator.alloc(count)
             return slots
         start, end = torch.tensor(have), torch.tensor(want)
-        on_host = torch.stack([torch.tensor(rows), start, end])
-        row, start_on_device, end_on_device = on_host.to(self.table.device, non_blocking=True)
+        row, start_on_device, end_on_device = to_device([rows, have, want], self.table.device)
         last = self.table[row, start_on_device - 1].long()
         slots = self._allocator.alloc_extend(
             start_on_device, start, end_on_device, end, last, count

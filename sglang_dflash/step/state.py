@@ -37,20 +37,3 @@ class DFlashState(SpecInput):
             self.block = None
         else:
             self.block = self.block.merged(other.block)
-
-
-class HostCopy:
-    """A copy of a tensor on its way to the host."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Queue the copy; from a GPU it goes to pinned memory."""
-        self._copy = tensor.to("cpu", non_blocking=True)
-        self._done: torch.Event | None = torch.get_device_module(tensor.device).Event()
-        self._done.record()
-
-    def wait(self) -> Tensor:
-        """The copy, once it has arrived."""
-        if self._done is not None:
-            self._done.synchronize()
-            self._done = None
-        return self._copy

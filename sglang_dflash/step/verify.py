@@ -17,7 +17,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
@@ -25,8 +24,9 @@ from sglang_dflash.method.acceptance import AcceptResult
 from sglang_dflash.method.block import Block
 from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.forward import VerifyInput
-from sglang_dflash.step.sample import LogitRules, TargetSampler
+from sglang_dflash.step.sample import LogitRules, SamplingInput, TargetSampler
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +132,13 @@ class Verifier:
         if batch.return_hidden_states:
             # The graph of the next draft may overwrite those that this graph left.
             output.hidden_states = output.hidden_states.clone()
-        if batch.return_logprob or not self._sampler.is_argmax(batch):
+        asked = SamplingInput.of(batch, block)
+        if batch.return_logprob or not self._sampler.is_argmax(asked):
             output.next_token_logits = output.next_token_logits.float()
         positions = block.flatten(block.positions)
-        sampled = self._sampler(output.next_token_logits, batch, positions, block)
+        sampled = self._sampler(output.next_token_logits, asked, positions)
         accepted = self._kernels.accept(
-            self._acceptable(batch, block),
+            self._acceptable(asked, block),
             block.unflatten(sampled),
             block.slots,
             batch.seq_lens,
@@ -170,11 +171,9 @@ class Verifier:
         for req, width in zip(batch.reqs, block.lens, strict=True):
             committed = simulated_commit(req.spec_verify_ct, self._simulated_length, width)
             accepted.append(committed - 1)
-        device = block.token_ids.device
-        on_host = torch.tensor(accepted, pin_memory=is_pin_memory_available(device))
-        return on_host.to(device, non_blocking=True)
+        return to_device(accepted, block.token_ids.device)
 
-    def _acceptable(self, batch: ScheduleBatch, block: Block) -> Tensor:
+    def _acceptable(self, asked: SamplingInput, block: Block) -> Tensor:
         """The block's tokens, [B, w] int64, -1 for drafts that count as wrong.
 
         So do all drafts of a request that commits one token per step.
@@ -182,9 +181,9 @@ class Verifier:
         tokens = block.token_ids
         if block.ragged is not None:
             tokens = block.unflatten(block.flatten(tokens), absent=-1)
-        alone = self._rules.one_token_a_step(batch)
+        alone = self._rules.one_token_a_step(asked)
         if any(alone):
-            requests = torch.tensor(alone, device=tokens.device)
+            requests = to_device(alone, tokens.device, torch.bool)
             is_draft = torch.arange(block.width, device=tokens.device) > 0
             tokens = tokens.masked_fill(requests[:, None] & is_draft, -1)
         return tokens

@@ -14,11 +14,12 @@ from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.commit import Committer
+from sglang_dflash.step.copies import HostCopy
 from sglang_dflash.step.policies import Choice, NextDraft, VerifyWidth, WorkerReport
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
-from sglang_dflash.step.state import DFlashState, HostCopy
+from sglang_dflash.step.state import DFlashState
 from sglang_dflash.step.verify import TargetGraphs, Verifier, VerifyResult
 
 NEW_WEIGHTS = "The target has the new weights, the draft keeps its own."

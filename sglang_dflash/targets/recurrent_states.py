@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.utils import is_pin_memory_available
 from torch import Tensor
 
+from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.policies import NoStates, TargetStates
 from sglang_dflash.targets.replay_states import Copies, Layer, Weights, replay_on
 
@@ -48,7 +47,7 @@ class RecurrentStates:
             self._inputs,
             self._weights,
             self._slots[rows],
-            _to_device(num_committed, rows.device),
+            to_device(num_committed, rows.device),
             self._copies(rows, num_committed, lens),
         )
 
@@ -57,7 +56,7 @@ class RecurrentStates:
         if self._kept is None:
             return None
         after = tokens_to_interval(num_committed, lens, self._interval)
-        return Copies(self._kept[rows, 0], _to_device(after, rows.device)) if any(after) else None
+        return Copies(self._kept[rows, 0], to_device(after, rows.device)) if any(after) else None
 
 
 def tokens_to_interval(num_committed: list[int], lens: list[int], interval: int) -> list[int]:
@@ -67,11 +66,6 @@ def tokens_to_interval(num_committed: list[int], lens: list[int], interval: int)
     (`BatchResultProcessor._mamba_check_track_boundary`).
     """
     return [max(0, n - length % interval) for n, length in zip(num_committed, lens, strict=True)]
-
-
-def _to_device(counts: list[int], device: torch.device) -> Tensor:
-    pinned = torch.tensor(counts, pin_memory=is_pin_memory_available(device))
-    return pinned.to(device, non_blocking=True)
 
 
 def _weights_of(layer: RadixLinearAttention) -> Layer:

@@ -7,27 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.logits.penalties import MinLength, Penalties, Penalty
+from sglang_dflash.logits.penalties import Bans, Penalties
 
 VOCAB = 7
 
 
-def state(
-    frequency: float, presence: float, repetition: float, min_length: int, stop: int
-) -> Penalties:
-    """An empty state of one request."""
-    bias = torch.zeros(1, VOCAB)
-    bias[0, stop] = float("-inf")
-    return Penalties(
-        frequency=Penalty(torch.zeros(1, VOCAB), torch.tensor([[frequency]])),
-        presence=Penalty(torch.zeros(1, VOCAB), torch.tensor([[presence]])),
-        repetition=Penalty(torch.ones(1, VOCAB), torch.tensor([[repetition]])),
-        min_length=MinLength(
-            torch.zeros(1, 1, dtype=torch.int32),
-            torch.tensor([[min_length]], dtype=torch.int32),
-            bias,
-        ),
-    )
+def penalties(output: list[int], frequency: float, presence: float, repetition: float) -> Penalties:
+    """Those of one request after this output."""
+    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=VOCAB)
+    kinds = (torch.tensor([[value]]) for value in (frequency, presence, repetition))
+    return Penalties(counts[None].int(), *kinds)
+
+
+def bans(output: list[int], block: bool, min_length: int, stop: int) -> Bans:
+    positions = max(0, min_length - len(output) - block)
+    return Bans(torch.tensor([0]), torch.tensor([stop]), torch.tensor([positions]))
 
 
 def slow(
@@ -59,45 +53,46 @@ def slow(
         st.sampled_from([0.0, 0.5, -0.3]),
         st.sampled_from([0.0, 0.7]),
         st.sampled_from([1.0, 1.5]),
-        st.integers(0, 9),
-        st.integers(0, VOCAB - 1),
     ),
+    st.tuples(st.integers(0, 9), st.integers(0, VOCAB - 1)),
     st.integers(0, 2**31),
 )
 def test_block_equals_single_tokens(
-    output: list[int], block: list[int], parameters: tuple[float, float, float, int, int], seed: int
+    output: list[int],
+    block: list[int],
+    parameters: tuple[float, float, float],
+    least: tuple[int, int],
+    seed: int,
 ) -> None:
     logits = torch.randn(1, len(block), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    penalties = state(*parameters)
-    if output:
-        penalties.advance(torch.tensor([output]), torch.tensor([len(output)]))
-    expected = torch.stack(
-        [slow(logits[0, j], output + block[: j + 1], *parameters) for j in range(len(block))]
-    )
+    rows = [
+        slow(logits[0, j], output + block[: j + 1], *parameters, *least) for j in range(len(block))
+    ]
     got = logits.clone()
-    penalties.apply(got, torch.tensor([block]))
-    torch.testing.assert_close(got[0], expected)
-    for taken in range(1, len(block) + 1):
-        after = state(*parameters)
-        if output:
-            after.advance(torch.tensor([output]), torch.tensor([len(output)]))
-        after.advance(torch.tensor([block]), torch.tensor([taken]))
-        once = logits[:, :1].clone()
-        after.apply(once, None)
-        torch.testing.assert_close(
-            once[0, 0], slow(logits[0, 0], output + block[:taken], *parameters)
-        )
+    penalties(output, *parameters).apply(got, torch.tensor([block]))
+    bans(output, True, *least).apply(got)
+    torch.testing.assert_close(got[0], torch.stack(rows))
+    once = logits[:, :1].clone()
+    penalties(output, *parameters).apply(once, None)
+    bans(output, False, *least).apply(once)
+    torch.testing.assert_close(once[0, 0], slow(logits[0, 0], output, *parameters, *least))
+
+
+def test_bans_are_of_their_request_and_token() -> None:
+    logits = torch.zeros(3, 2, VOCAB)
+    Bans(torch.tensor([2, 2, 0]), torch.tensor([1, 4, 5]), torch.tensor([1, 1, 9])).apply(logits)
+    assert logits.isinf().nonzero().tolist() == [[0, 0, 5], [0, 1, 5], [2, 0, 1], [2, 0, 4]]
 
 
 def test_nothing_asked_changes_nothing() -> None:
     logits = torch.randn(2, 3, VOCAB)
     got = logits.clone()
-    Penalties().apply(got, torch.zeros(2, 3, dtype=torch.long))
+    Penalties(torch.ones(2, VOCAB, dtype=torch.int32)).apply(got, torch.zeros(2, 3).long())
     assert torch.equal(got, logits)
 
 
 @pytest.mark.parametrize("block", [None, torch.tensor([[1, 1, 2]])])
 def test_dtype_is_kept(block: torch.Tensor | None) -> None:
     logits = torch.randn(1, 1 if block is None else 3, VOCAB, dtype=torch.bfloat16)
-    state(0.5, 0.1, 1.2, 3, 2).apply(logits, block)
+    penalties([1, 2], 0.5, 0.1, 1.2).apply(logits, block)
     assert logits.dtype == torch.bfloat16

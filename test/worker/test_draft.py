@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.step import prefill
-from sglang_dflash.step.state import HostCopy
+from sglang_dflash.step.copies import HostCopy
 from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND

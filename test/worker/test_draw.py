@@ -18,7 +18,7 @@ from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.acceptance import accept
 from sglang_dflash.method.block import Block
-from sglang_dflash.step.sample import TargetSampler
+from sglang_dflash.step.sample import SamplingInput, TargetSampler
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
@@ -88,7 +88,8 @@ def draw_many(
     zeros = torch.zeros(len(mix), width, dtype=torch.long)
     block = Block(zeros, zeros, zeros)
     rows = logits.repeat(len(mix) * width, 1)
-    drawn = [draw(rows.clone(), batch, block.positions, block) for _ in range(DRAWS // width)]
+    asked = SamplingInput.of(batch, block)
+    drawn = [draw(rows.clone(), asked, block.positions) for _ in range(DRAWS // width)]
     tokens: torch.Tensor = torch.stack(drawn).unflatten(1, zeros.shape)
     return tokens
 
