@@ -34,7 +34,7 @@ TOKENS = [
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
     ("step.forward:VerifyInput.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
-    ("step.sample:_by_position", "_expand(value, block)", "value"),
+    ("step.sample:_by_position", "asked.expand(value)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
     ("logits.grammar:_mask_alike", "logits=dense", "logits=dense.clone()"),
     ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),

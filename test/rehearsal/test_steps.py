@@ -18,13 +18,14 @@ from test.rehearsal.serving import Asked, N, answer, engine
 from test.worker.conftest import prompt
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
-OURS = "step/state.py:wait event"
+OURS = "step/copies.py:wait event"
 REST = [("fa3", "off", 16), ("flashinfer", "off", 1)]
 
 
-def steady(run: InProcess) -> list[Any]:
+def steady(run: InProcess, **options: Any) -> list[Any]:
     """Requests that are decoding."""
-    reqs = [run.add(prompt(970 + i, 20), **N | {"max_new_tokens": 60}) for i in range(4)]
+    options = N | {"max_new_tokens": 60} | options
+    reqs = [run.add(prompt(970 + i, 20), **options) for i in range(4)]
     for _ in range(5):
         run.step()
     return reqs
@@ -57,6 +58,16 @@ def test_the_host_waits_once(
             assert (replays, waits) == (2, [OURS])
     if ahead == "on":  # the default
         assert table()[backend, page] == (launches, copies, len(waits))
+
+
+def test_penalties_wait_for_nothing(small: Path) -> None:
+    """The host has the output that they count."""
+    penalties = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 50}
+    with engine(small, "fa3", cuda_graph_bs=[4]) as run:
+        steady(run, **penalties)
+        for _ in range(2):
+            *_, waits = watched_step(run)
+            assert waits == [OURS]
 
 
 def test_counting_waits_for_nothing(small: Path) -> None:
