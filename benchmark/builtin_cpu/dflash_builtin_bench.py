@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ def install() -> None:
     def hook(target: str, kind: HookType, function: Any) -> None:
         HookRegistry.register(f"sglang.srt.{target}", function, kind)
 
+    if version("sglang") != "0.5.13.post1":  # SGLang's later workers run on this package's platform
+        hook("models.dflash.DFlashDraftModel.forward", HookType.AROUND, in_model_dtype)
+        return
     if not torch.accelerator.is_available():
         hook("managers.tp_worker.TpModelWorker.__init__", HookType.BEFORE, draft_on_torch_native)
         hook("models.dflash.DFlashDraftModel.forward", HookType.AROUND, in_model_dtype)

@@ -1,111 +1,28 @@
-"""The entry point `dflash_cpu` of `sglang.srt.plugins`, and its hooks."""
+"""The entry points `dflash_cpu` of `sglang.srt.plugins` and, since 0.5.23, of its platforms."""
 
 from __future__ import annotations
 
-import os
-
-from sglang_dflash.seam.hook import Hook, always, register
-
-CPU_HOOKS = (
-    Hook(
-        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
-        "AROUND",
-        "cpu.backends:attention_backend",
-        "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
-    ),
-    Hook(
-        "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
-        "AROUND",
-        "cpu.backends:latent_handler",
-        "SGLang computes a prefill from K and V of each head, which the pool does not have",
-    ),
-    Hook(
-        "layers.rotary_embedding.factory.get_rope_cpu",
-        "AROUND",
-        "cpu.shims:plain_rope",
-        "SGLang makes no plain RoPE for latent attention on a CPU",
-    ),
-    Hook(
-        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-        "REPLACE",
-        "cpu.shims:no_kv_copy_kernel",
-        "Triton kernel",
-    ),
-    Hook(
-        "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
-        "BEFORE",
-        "cpu.shims:limit_states",
-        "SGLang sizes recurrent states for a GPU",
-    ),
-    *(
-        Hook(f"lora.{function}", "AROUND", "cpu.shims:without_pinning", "pins memory")
-        for function in (
-            "lora_manager.LoRAManager.init_state",
-            "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
-        )
-    ),
-    Hook(
-        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
-        "REPLACE",
-        "cpu.shims:alloc_extend",
-        "Triton kernel",
-    ),
-    Hook(
-        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
-        "REPLACE",
-        "cpu.shims:alloc_decode",
-        "Triton kernel",
-    ),
-    *(
-        Hook(
-            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
-            "AROUND",
-            "cpu.shims:apply_vocab_mask",
-            "no CPU branch",
-        )
-        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
-    ),
-    Hook(
-        "server_args.ServerArgs._handle_cpu_backends",
-        "BEFORE",
-        "cpu.shims:default_backend",
-        "SGLang's default backend needs AMX and cannot verify",
-    ),
-    Hook(
-        "server_args.ServerArgs._handle_deterministic_inference",
-        "AROUND",
-        "cpu.shims:seeded_draws",
-        "SGLang's lists of backends whose draws may be seeded lack torch_native",
-    ),
-    Hook(
-        "layers.utils.hash.murmur_hash32",
-        "REPLACE",
-        "cpu.shims:murmur_hash32",
-        "Triton kernel",
-    ),
-    Hook(
-        "batch_invariant_ops.enable_batch_invariant_mode",
-        "REPLACE",
-        "cpu.shims:skip_batch_invariant_mode",
-        "Triton kernels; a row's result on CPU is the same up to rounding",
-    ),
-    Hook(
-        "arg_groups.speculative_hook.handle_speculative_decoding",
-        "AFTER",
-        "cpu.shims:default_limits",
-        "SGLang sizes KV for a GPU and needs a NUMA node per rank",
-    ),
-)
+from sglang_dflash.seam import release
+from sglang_dflash.seam.hook import always, register
 
 
 def dflash_cpu() -> None:
     """Let SGLang run on a machine without an accelerator."""
+    if _has_accelerator() or release.installed() not in release.SERVED:
+        return
+    table = release.module("cpu", "hook_table")
+    table.prepare()
+    register((hook._replace(when=always) for hook in table.CPU_HOOKS), "sglang_dflash")
+
+
+def platform() -> str | None:
+    """The class of SGLang's platform on such a machine; None: SGLang looks for another one."""
+    if _has_accelerator() or release.installed() != "0.5.23":
+        return None
+    return "sglang_dflash.cpu.v0_5_23.platform.TorchPlatform"
+
+
+def _has_accelerator() -> bool:
     import torch
 
-    if torch.accelerator.current_accelerator(check_available=True) is not None:
-        return
-    from sglang.srt.utils import common
-
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before any child starts
-    common.is_cpu.cache_clear()
-    register((hook._replace(when=always) for hook in CPU_HOOKS), "sglang_dflash")
+    return torch.accelerator.current_accelerator(check_available=True) is not None

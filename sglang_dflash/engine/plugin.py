@@ -8,16 +8,15 @@ everything below is in place. Nothing that can fail comes before it.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.engine.v0_5_13.hook_table import CUDA_HOOKS, DFLASH_HOOKS
+from sglang_dflash.seam import release
 from sglang_dflash.seam.flags import is_dflash
 from sglang_dflash.seam.hook import missing, register
 from sglang_dflash.seam.http import HTTP_HOOKS, prepare
 from sglang_dflash.watch.page import add_page
 
-SGLANG_VERSION = "0.5.13.post1"
 CPU_PLUGIN = "dflash_cpu"
 
 
@@ -25,23 +24,23 @@ def dflash() -> None:
     """Take over `--speculative-algorithm DFLASH`."""
     _guard_dflash()
     _print_refusals_plainly()
-    register(DFLASH_HOOKS, "sglang_dflash")
-    prepare(is_dflash, add_page)
+    if release.installed() not in release.SERVED:
+        return
+    hooks = release.module("engine", "hook_table")
+    register(hooks.DFLASH_HOOKS, "sglang_dflash")
+    prepare(is_dflash, add_page if release.has_own_scheduler_step() else _nothing_more)
     if _has_cuda():
-        register(CUDA_HOOKS, "sglang_dflash")  # their targets load only on CUDA
+        register(hooks.CUDA_HOOKS, "sglang_dflash")  # their targets load only on CUDA
 
 
 def missing_parts() -> list[str]:
     """Reasons why a DFLASH server must not start; empty if everything is in place."""
-    try:
-        installed = version("sglang")
-    except PackageNotFoundError:
-        installed = "of unknown version"
-    if installed != SGLANG_VERSION:
-        return [f"SGLang is {installed}, this release serves {SGLANG_VERSION}"]
-    wanted = [hook.target for hook in (*DFLASH_HOOKS, *HTTP_HOOKS)]
+    if release.installed() not in release.SERVED:
+        return [f"SGLang is {release.installed()}, this release serves {release.NAMES}"]
+    hooks = release.module("engine", "hook_table")
+    wanted = [hook.target for hook in (*hooks.DFLASH_HOOKS, *HTTP_HOOKS)]
     if _has_cuda():
-        wanted += [hook.target for hook in CUDA_HOOKS]
+        wanted += [hook.target for hook in hooks.CUDA_HOOKS]
     elif not _has_accelerator():
         of_cpu = _targets_of(CPU_PLUGIN)
         if not of_cpu:
@@ -57,17 +56,15 @@ def _targets_of(plugin: str) -> list[str]:
     targets = []
     for target, hooks in HookRegistry._hooks.items():
         if any(source is not None and source.plugin_name == plugin for *_, source in hooks):
-            targets.append(target.removeprefix("sglang.srt."))
+            targets.append(target.removeprefix("sglang.").removeprefix("srt."))
     return targets
 
 
 def _guard_dflash() -> None:
     """Guard the creation of the DFLASH worker, and check its arguments before children start."""
-    from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     create_worker = SpeculativeAlgorithm.create_worker
-    handle = speculative_hook.handle_speculative_decoding
 
     def guarded_create(self: Any, server_args: Any) -> Any:
         if not self.is_dflash():
@@ -75,23 +72,37 @@ def _guard_dflash() -> None:
         _refuse_if_incomplete()
         from sglang.srt.models.registry import ModelRegistry
 
-        from sglang_dflash.engine.build import build_worker
-
-        ModelRegistry.register("sglang_dflash.model", overwrite=True)
-        return build_worker
-
-    def guarded_handle(server_args: Any) -> None:
-        if is_dflash(server_args):
-            _refuse_if_incomplete()
-            from sglang_dflash.engine.v0_5_13.server_args import check_first
-
-            check_first(server_args)
-        elif server_args.speculative_algorithm is None:
-            _refuse_flags_of_a_draft(server_args)
-        handle(server_args)
+        build = release.module("engine", "build")
+        ModelRegistry.register(build.MODELS, overwrite=True)
+        return build.build_worker
 
     SpeculativeAlgorithm.create_worker = guarded_create
-    speculative_hook.handle_speculative_decoding = guarded_handle
+    _before_speculation(_check_arguments)
+
+
+def _check_arguments(server_args: Any, handle: Callable[[Any], None]) -> None:
+    """Around SGLang's handling of the arguments of speculation."""
+    if is_dflash(server_args):
+        _refuse_if_incomplete()
+        from sglang_dflash.engine.server_args import check_first
+
+        check_first(server_args)
+    elif server_args.speculative_algorithm is None:
+        _refuse_flags_of_a_draft(server_args)
+    handle(server_args)
+
+
+def _before_speculation(check: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Let `check` run around `handle_speculative_decoding`, in any release."""
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:  # before 0.5.20
+        from sglang.srt.arg_groups import speculative_hook
+
+        handle = speculative_hook.handle_speculative_decoding
+        speculative_hook.handle_speculative_decoding = lambda args: check(args, handle)
+    else:
+        register_resolution_hook("handle_speculative_decoding")(check)
 
 
 def _refuse_if_incomplete() -> None:
@@ -101,7 +112,7 @@ def _refuse_if_incomplete() -> None:
     if missing:
         raise Refusal(
             f"sglang-dflash cannot serve DFLASH here: {'; '.join(missing)}.",
-            f"Install sglang=={SGLANG_VERSION} and load both plugins (leave SGLANG_PLUGINS unset), "
+            f"Install {release.PINS} and load both plugins (leave SGLANG_PLUGINS unset), "
             "or leave the plugin dflash out of SGLANG_PLUGINS to run SGLang's own DFLASH.",
         )
 
@@ -126,6 +137,10 @@ def _print_refusals_plainly() -> None:
             shown(kind, error, trace)
 
     sys.excepthook = excepthook
+
+
+def _nothing_more(app: Any) -> None:
+    """SGLang's own worker keeps no steps that a page could show."""
 
 
 def _has_accelerator() -> bool:

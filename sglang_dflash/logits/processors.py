@@ -26,11 +26,15 @@ def run_custom_processors(logits: Tensor, info: SamplingBatchInfo, reqs: list[Re
     SGLang's own processors assert that all requests of a call have the same parameters, so each
     request has its own call.
     """
-    for processor, mask in info.custom_logit_processor.values():
-        for i in mask.nonzero().flatten().tolist():
-            error = _run(processor, logits[i], info.custom_params[i])
-            if error is not None:
-                reqs[i].to_finish = FINISH_ABORT(error, HTTPStatus.BAD_REQUEST)
+    for i, req in enumerate(reqs):
+        if req.custom_logit_processor is None:
+            continue
+        processor = info.custom_logit_processor[hash(req.custom_logit_processor)]
+        # SGLang 0.5.13 keeps a pair, whose other half is a mask of requests.
+        processor = processor[0] if isinstance(processor, tuple) else processor.processor
+        error = _run(processor, logits[i], info.custom_params[i])
+        if error is not None:
+            req.to_finish = FINISH_ABORT(error, HTTPStatus.BAD_REQUEST)
 
 
 def _run(processor: Any, logits: Tensor, params: Any) -> str | None:

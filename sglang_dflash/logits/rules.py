@@ -19,8 +19,10 @@ NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalt
 class RequestedRules:
     """The rules that the requests of a batch ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, all_ends: bool = False) -> None:
+        """all_ends: a least length also forbids the end tokens of the model's configuration."""
         self._counts = OutputCounts()
+        self._all_ends = all_ends
 
     def in_use(self, asked: SamplingInput) -> bool:
         return bool(
@@ -34,7 +36,7 @@ class RequestedRules:
         block = asked.block
         spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
         if asked.penalised:
-            self._penalise(spread, asked)
+            self.penalise(spread, asked)
         if asked.has_grammar:
             mask_by_grammar(spread.flatten(0, 1), asked)
         if asked.info.logit_bias is not None:
@@ -59,8 +61,8 @@ class RequestedRules:
             alone.append(has_processor or not follows_drafts(req))
         return alone
 
-    def _penalise(self, logits: Tensor, asked: SamplingInput) -> None:
-        """logits: [B, w, V]."""
+    def penalise(self, logits: Tensor, asked: SamplingInput) -> None:
+        """Penalties and least lengths alone, in place. logits: [B, w, V]."""
         counts = self._counts.of(asked, logits.shape[-1])
         values = {
             kind: [getattr(req.sampling_params, kind) for req in asked.reqs] for kind in NEUTRAL
@@ -83,15 +85,15 @@ class RequestedRules:
             length = self._counts.length(req) + (asked.block is not None)  # with the anchor
             positions = req.sampling_params.min_new_tokens - length
             if positions > 0:
-                rows.extend((i, token, positions) for token in _stop_tokens(req))
+                rows.extend((i, token, positions) for token in self._stop_tokens(req))
         if not rows:
             return None
         return Bans(*to_device(list(zip(*rows, strict=True)), logits.device))
 
-
-def _stop_tokens(req: Req) -> set[int]:
-    """The tokens that end a request, as SGLang's `BatchedMinNewTokensPenalizer` has them."""
-    tokenizer = req.tokenizer
-    own = req.sampling_params.stop_token_ids or set()
-    more = tokenizer.additional_stop_token_ids or set()
-    return {*own, *more, tokenizer.eos_token_id}
+    def _stop_tokens(self, req: Req) -> set[int]:
+        """The tokens that end a request, as SGLang's `BatchedMinNewTokensPenalizer` has them."""
+        tokenizer = req.tokenizer
+        own = req.sampling_params.stop_token_ids or set()
+        more = tokenizer.additional_stop_token_ids or set()
+        ends = (req.eos_token_ids or set()) if self._all_ends else set()
+        return {*own, *more, *ends, tokenizer.eos_token_id} - {None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from sglang.srt.distributed import get_tensor_model_parallel_world_size
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -25,7 +25,7 @@ class DFlashAttention(nn.Module):
         self, config: DFlashConfig, layer_id: int, rotary_emb: DraftRotary, quant: Quantization
     ) -> None:
         super().__init__()
-        tp_size = get_tensor_model_parallel_world_size()
+        tp_size = get_tp_group().world_size
         size = config.hidden_size
         dim = config.head_dim
         heads = config.num_heads

@@ -30,8 +30,8 @@ class DraftRotary(RotaryEmbedding):
             | (rope.scaling or {}),
         )
         tables = Qwen3RotaryEmbedding(described)
-        self._frequencies = tables.inv_freq.float()  # [D / 2]
-        self._factor: float = tables.attention_scaling
+        # In a tuple, because a module takes no tensor before it is made.
+        self._scaled = tables.inv_freq.float(), float(tables.attention_scaling)
         dim = config.head_dim
         dtype = torch.get_default_dtype()
         # A config may state any length. SGLang asks for the served one when the model is loaded.
@@ -51,9 +51,10 @@ class DraftRotary(RotaryEmbedding):
 
     def _table(self, length: int) -> Tensor:
         """[length, D] float32, cosines first."""
-        at = torch.arange(length, dtype=torch.float32, device=self._frequencies.device)
-        angles = torch.outer(at, self._frequencies)
-        return torch.cat([angles.cos(), angles.sin()], dim=1) * self._factor
+        frequencies, factor = self._scaled  # [D / 2]
+        at = torch.arange(length, dtype=torch.float32, device=frequencies.device)
+        angles = torch.outer(at, frequencies)
+        return torch.cat([angles.cos(), angles.sin()], dim=1) * factor
 
 
 def rotary_embeddings(config: DFlashConfig) -> list[DraftRotary]:

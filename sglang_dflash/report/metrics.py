@@ -97,8 +97,12 @@ class LowAcceptance:
         self._is_low = False
 
     def observe(self, step: CommittedStep) -> None:
-        self._steps += len(step.widths)
-        self._accepted += sum(step.accepted)
+        self.count(step.accepted)
+
+    def count(self, accepted: list[int]) -> None:
+        """Count a step. accepted: drafts of each request."""
+        self._steps += len(accepted)
+        self._accepted += sum(accepted)
         if self._steps < WATCHED_STEPS:
             return
         steps, length = self._steps, 1 + self._accepted / self._steps

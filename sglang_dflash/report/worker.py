@@ -35,11 +35,12 @@ class Report:
         self._options = options
         self._clock = clock
         self._mean_width = MeanWidth()
+        self.low_acceptance = LowAcceptance(options.block_size)
         self.observers: list[StepObserver] = [RequestCounts(), StepLog(), self._mean_width]
 
     def begin(self) -> None:
         """Log how the draft is served, and watch its acceptance. One rank does this."""
-        self.observers.append(LowAcceptance(self._options.block_size))
+        self.observers.append(self.low_acceptance)
         family = self._draft.model.dflash.family.name
         if family == "DFlash 2" and self._draft.dtype == torch.float16:
             logger.warning(
@@ -73,6 +74,6 @@ class Report:
             "layers": draft.num_layers,
             "target_layer_ids": list(draft.target_layer_ids),
             "target_attention": "/".join(sorted(set(args.get_attention_backends()))),
-            "draft_attention": self._draft.server_args.attention_backend,
+            "draft_attention": args.speculative_draft_attention_backend,
             "tp": args.tp_size,
         }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 ATTACHED = {
     "dflash": "of `ServerArgs`: the options of this package, which processes get by pickle",
+    "dflash_flags": "of `ServerArgs`: the flags of this package on their command line",
     "dflash_path": "of the draft's Transformers config: the folder of its checkpoint",
+    "dflash_late": "of a `Req`: what its grammar says of its last token, if that is no end",
     "dflash_slots": "of the target's `ReqToTokenPool`: the slots that a step needs next",
     "dflash_target": "of a `LogitsProcessor`: it is the target's",
     "dflash_append_final": "of the target's `LogitsProcessor`: append the last layer's state",
@@ -12,6 +14,5 @@ ATTACHED = {
     "dflash_states": "of a `MambaPool`: views of its recurrent states",
     "dflash_inputs": "of a `MambaPool`: what the last verify read",
     "dflash_schedules": "of FlashAttention 3's tensor of KV lengths: the schedules of a forward",
-    "dflash_refused": "of a scheduler's answer to a control request: what and fix of a `Refusal`",
     "dflash_steps": "of the tokenizer's state of a request: its watched steps",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dflash.seam import release
+
 # Where SGLang's objects keep the object that knows the server arguments.
 OWNERS = ("server_args", "tokenizer_manager", "openai_serving_chat", "scheduler", "tp_worker")
 
@@ -33,9 +35,7 @@ def serves_dflash(*args: Any, **kwargs: Any) -> bool:
 
 def process_serves_dflash(*_: Any, **__: Any) -> bool:
     """Whether the server of this process serves DFLASH: the gate of hooks inside a forward."""
-    from sglang.srt.server_args import get_global_server_args  # it loads after the plugins
-
-    return is_dflash(get_global_server_args())
+    return is_dflash(release.server_args())
 
 
 def _known_to(owner: Any) -> bool | None:

@@ -23,7 +23,7 @@ def always(*_: Any, **__: Any) -> bool:
 class Hook(NamedTuple):
     """A function of ours on a function of SGLang's. It is called only where its gate is open."""
 
-    target: str  # dotted name in sglang.srt
+    target: str  # dotted name in sglang.srt, or in sglang if it begins with `kernels`
     kind: str  # HookType member
     function: str  # module:name in the package of its table, imported at first use
     why: str  # the reason why it must exist
@@ -37,9 +37,13 @@ def register(hooks: Iterable[Hook], package: str) -> None:
 
     _search_for_functions_alone()
     for hook in hooks:
-        target = f"sglang.srt.{hook.target}"
+        target = _full(hook.target)
         _owners.add(target.rpartition(".")[0])
         HookRegistry.register(target, _gated(hook, package), HookType[hook.kind])
+
+
+def _full(target: str) -> str:
+    return f"sglang.{target}" if target.startswith("kernels.") else f"sglang.srt.{target}"
 
 
 _owners: set[str] = set()  # the modules and classes of targets
@@ -67,14 +71,14 @@ def missing(targets: Iterable[str]) -> dict[str, str]:
     """The targets on which SGLang has applied no hook, each with the reason."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    gone = [name for name in targets if f"sglang.srt.{name}" not in HookRegistry._patched]
+    gone = [name for name in targets if _full(name) not in HookRegistry._patched]
     return {name: _why_missing(name) for name in gone}
 
 
 def _why_missing(target: str) -> str:
     """Name the target, or its module if this cannot be imported: SGLang does not log that."""
-    module = "sglang.srt"
-    for part in target.split("."):
+    module, *parts = _full(target).split(".")
+    for part in parts:
         module += f".{part}"
         try:
             import_module(module)

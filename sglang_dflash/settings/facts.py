@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.tensors import Tensors
-from sglang_dflash.settings.options import asked_width, has_adapters
+from sglang_dflash.settings.options import asked_ahead, asked_width, has_adapters
 from sglang_dflash.settings.platforms import Platform, platform_of, verify_backend
 
 
@@ -34,6 +34,10 @@ class Facts:
     @property
     def verify_width(self) -> str:
         return asked_width(self.args)
+
+    @property
+    def draft_ahead(self) -> str:
+        return asked_ahead(self.args)
 
     @property
     def attention_backends(self) -> str:

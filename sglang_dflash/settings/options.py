@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,21 +42,33 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_flags(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
-    """AROUND `ServerArgs.from_cli_args`: SGLang's class has no fields for flags of this package.
-
-    The arguments are handled inside this call, and `Options` is kept with them.
-    """
+def flags_of(namespace: argparse.Namespace) -> dict[str, str]:
+    """The flags of this package on a command line, by the variable that each takes the place of."""
     given = {}
     for variable, flag in FLAGS.items():
         value = getattr(namespace, flag.removeprefix("--").replace("-", "_"), None)
         if value is not None:
             given[variable] = str(value)
-    token = _given.set(given)
+    return given
+
+
+@contextmanager
+def flags_given(flags: Mapping[str, str]) -> Iterator[None]:
+    """Server arguments are made of a command line with these flags."""
+    token = _given.set(flags)
     try:
-        return original(cls, namespace)
+        yield
     finally:
         _given.reset(token)
+
+
+def with_flags(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`: SGLang's class has no fields for flags of this package.
+
+    The arguments are handled inside this call, and `Options` is kept with them.
+    """
+    with flags_given(flags_of(namespace)):
+        return original(cls, namespace)
 
 
 def given_flags() -> list[str]:
@@ -82,7 +95,7 @@ class Options:
         block_size = int(server_args.speculative_num_draft_tokens)
         platform = platform_of(server_args)
         widths = asked_width(server_args)
-        ahead = _asked(DRAFT_AHEAD, platform.draft_ahead)
+        ahead = asked_ahead(server_args)
         if ahead not in ("on", "off"):
             raise Refusal(
                 f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {ahead!r} does not work.",
@@ -112,6 +125,11 @@ def asked_width(server_args: Any) -> str:
     """The verify width as it is given, or its default."""
     default = "full" if has_adapters(server_args) else platform_of(server_args).verify_width
     return _asked(VERIFY_WIDTH, default)
+
+
+def asked_ahead(server_args: Any) -> str:
+    """Whether to draft ahead, as it is given, or its default."""
+    return _asked(DRAFT_AHEAD, platform_of(server_args).draft_ahead)
 
 
 def has_adapters(server_args: Any) -> bool:

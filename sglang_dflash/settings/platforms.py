@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from sglang_dflash.seam import release
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ PLATFORMS = {
 
 def platform_of(server_args: Any) -> Platform:
     """The platform of these server arguments, whose device is one of them."""
-    return PLATFORMS[server_args.device]
+    platform = PLATFORMS[server_args.device]
+    if release.has_own_scheduler_step():
+        return platform
+    # SGLang's own worker runs the step: it verifies whole blocks, and always drafts ahead.
+    return replace(platform, verify_width="full", draft_ahead="on", ragged_widths=False)
 
 
 def verify_backend(server_args: Any) -> str:

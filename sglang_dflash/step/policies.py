@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.copies import HostCopy
-from sglang_dflash.step.verify import VerifyResult
+
+if TYPE_CHECKING:  # its imports are those of a forward, which later releases of SGLang lack
+    from sglang_dflash.step.verify import VerifyResult
 
 
 class Choice(Protocol):

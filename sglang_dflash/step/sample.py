@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.sampler import (
-    Sampler,
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
@@ -20,6 +19,9 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.block import Block
+
+# Draws a token from each row of probabilities, [T, V], with the parameters and positions of rows.
+Draw: TypeAlias = Callable[[Tensor, SamplingBatchInfo, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class LogitRules(Protocol):
 class TargetSampler:
     """Applies the requests' logit rules, then draws with SGLang's sampler."""
 
-    def __init__(self, sampler: Sampler, rules: LogitRules, kernels: Kernels) -> None:
-        self._sampler = sampler
+    def __init__(self, draw: Draw, rules: LogitRules, kernels: Kernels) -> None:
+        """draw: of requests without seeds."""
+        self._draw = draw
         self._rules = rules
         self._kernels = kernels
         self._group = get_tp_group()
@@ -103,43 +106,52 @@ class TargetSampler:
         info = _by_position(asked)
         probs = torch.softmax(logits / info.temperatures, dim=-1)
         if info.sampling_seed is not None:
-            each = [req.sampling_params for req in asked.reqs]
-            filtered = torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
-            sampled = self._sample_seeded(probs, info, positions, asked.expand(filtered))
+            sampled = draw_seeded(probs, info, positions, asked.expand(has_filter(asked.reqs)))
         else:
-            filters = info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling
-            simple = not any(filters)
-            sampled = self._sampler._sample_from_probs(probs, info, positions, simple).long()
+            sampled = self._draw(probs, info, positions).long()
         return torch.where(info.top_ks <= 1, greedy, sampled)
 
-    def _sample_seeded(
-        self, probs: Tensor, info: SamplingBatchInfo, positions: Tensor, filtered: Tensor
-    ) -> Tensor:
-        """Draw each position by the path of its own parameters, so that only its seed decides.
 
-        SGLang uses one path for a whole batch. The two paths index their noise differently: by
-        vocabulary id, or by rank if a filter sorts. The caller overwrites greedy positions.
-        """
-        sampled = torch.zeros_like(positions)
-        for mask, sort in ((~filtered, False), (filtered, True)):
-            at = mask.nonzero().squeeze(1).to(probs.device)
-            if len(at) == 0:
-                continue
-            seed, position = info.sampling_seed[at], positions[at]
-            if sort:
-                ids = top_k_top_p_min_p_sampling_from_probs_torch(
-                    probs[at],
-                    top_ks=info.top_ks[at],
-                    top_ps=info.top_ps[at],
-                    min_ps=info.min_ps[at],
-                    need_min_p_sampling=False,
-                    sampling_seed=seed,
-                    positions=position,
-                )
-            else:
-                ids = sampling_from_probs_torch(probs[at], seed, position)
-            sampled[at] = ids.long()
-        return sampled
+def is_simple(info: SamplingBatchInfo) -> bool:
+    """Whether no request of a batch filters tokens."""
+    return not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
+
+
+def has_filter(reqs: list[Req]) -> Tensor:
+    """Which requests filter tokens by top_k or top_p: [B] bool, on the host."""
+    each = [req.sampling_params for req in reqs]
+    return torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
+
+
+def draw_seeded(
+    probs: Tensor, info: SamplingBatchInfo, positions: Tensor, filtered: Tensor
+) -> Tensor:
+    """Draw each position by the path of its own parameters, so that only its seed decides: [T].
+
+    SGLang uses one path for a whole batch. The two paths index their noise differently: by
+    vocabulary id, or by rank if a filter sorts. The caller overwrites greedy positions.
+    filtered: [T] bool, on the host.
+    """
+    sampled = torch.zeros_like(positions)
+    for mask, sort in ((~filtered, False), (filtered, True)):
+        at = mask.nonzero().squeeze(1).to(probs.device)
+        if len(at) == 0:
+            continue
+        seed, position = info.sampling_seed[at], positions[at]
+        if sort:
+            ids = top_k_top_p_min_p_sampling_from_probs_torch(
+                probs[at],
+                top_ks=info.top_ks[at],
+                top_ps=info.top_ps[at],
+                min_ps=info.min_ps[at],
+                need_min_p_sampling=False,
+                sampling_seed=seed,
+                positions=position,
+            )
+        else:
+            ids = sampling_from_probs_torch(probs[at], seed, position)
+        sampled[at] = ids.long()
+    return sampled
 
 
 def _by_position(asked: SamplingInput) -> SamplingBatchInfo:

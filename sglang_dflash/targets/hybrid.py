@@ -31,6 +31,11 @@ def keeps_gdn_states(target: ModelConfig) -> bool:
     return isinstance(target.hf_config.get_text_config(), GDN_CONFIGS)
 
 
+def keeps_states(target: ModelConfig) -> bool:
+    """Whether the target has layers with recurrent states, of any kind."""
+    return keeps_gdn_states(target) or _keeps_other_states(target)
+
+
 def _keeps_other_states(target: ModelConfig) -> bool:
     configs = target.hf_config, target.hf_text_config
     return not keeps_gdn_states(target) and any(map(_keeps_state, configs))

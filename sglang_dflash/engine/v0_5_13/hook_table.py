@@ -1,23 +1,18 @@
-"""Every hook of DFLASH into SGLang, with the reason why it must exist."""
+"""Every hook of DFLASH into SGLang 0.5.13.post1, with the reason why it must exist."""
 
 from __future__ import annotations
 
+from sglang_dflash.engine.hook_table import EVERYWHERE
 from sglang_dflash.seam.flags import names_no_other, process_serves_dflash
 from sglang_dflash.seam.hook import Hook, always
 
 DFLASH_HOOKS = (
+    *EVERYWHERE,
     Hook(
-        "utils.hf_transformers.common.get_generation_config",
-        "AROUND",
-        "engine.v0_5_13.hooks:get_generation_config",
-        "SGLang opens a draft's generation_config.json, whatever it is, and uses nothing of it",
-        always,
-    ),
-    Hook(
-        "server_args.ServerArgs.add_cli_args",
-        "AFTER",
-        "settings.options:add_cli_args",
-        "options that SGLang does not have",
+        "speculative.dflash_utils.validate_dflash_request",
+        "REPLACE",
+        "engine.hooks:validate_request",
+        "the built-in refuses logprobs and grammars",
         always,
     ),
     Hook(
@@ -30,14 +25,14 @@ DFLASH_HOOKS = (
     Hook(
         "server_args.ServerArgs.__post_init__",
         "BEFORE",
-        "engine.v0_5_13.server_args:adopt_speculators",
+        "engine.server_args:adopt_speculators",
         "a speculators checkpoint given as --model-path names its target inside",
         names_no_other,
     ),
     Hook(
         "server_args.ServerArgs.__post_init__",
         "BEFORE",
-        "engine.v0_5_13.server_args:check_target_exists",
+        "engine.server_args:check_target_exists",
         "SGLang takes a folder that does not exist for the id of a hub",
     ),
     Hook(
@@ -78,24 +73,10 @@ DFLASH_HOOKS = (
         always,
     ),
     Hook(
-        "speculative.dflash_utils.validate_dflash_request",
-        "REPLACE",
-        "engine.v0_5_13.hooks:validate_request",
-        "the built-in refuses logprobs and grammars",
-        always,
-    ),
-    Hook(
         "speculative.dflash_utils.parse_dflash_draft_config",
         "REPLACE",
         "engine.v0_5_13.hooks:parse_draft_config",
         "the whole process uses one reading of the checkpoint",
-        always,
-    ),
-    Hook(
-        "utils.hf_transformers.config.get_config",
-        "AROUND",
-        "engine.v0_5_13.hooks:get_config",
-        "SGLang builds the draft runner from a Transformers config",
         always,
     ),
     Hook(
@@ -117,12 +98,6 @@ DFLASH_HOOKS = (
         "engine.v0_5_13.hooks:logits_of_a_verify",
         "SGLang copies every verify's logits to float32; greedy batches need only the argmax",
         always,
-    ),
-    Hook(
-        "managers.tokenizer_control_mixin.TokenizerControlMixin.set_internal_state",
-        "BEFORE",
-        "engine.refusals:check_running",
-        "a running server can be given settings that are refused when it starts",
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -192,13 +167,6 @@ DFLASH_HOOKS = (
         "engine.v0_5_13.hooks:token_ids_logprobs",
         "a batch that mixes token_ids_logprob with other logprobs crashes SGLang's scheduler",
         process_serves_dflash,
-    ),
-    Hook(
-        "managers.scheduler.get_exception_traceback",
-        "AROUND",
-        "engine.v0_5_13.hooks:text_of_an_exception",
-        "some refusals depend on the loaded target; SGLang logs them as tracebacks",
-        always,
     ),
     Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",

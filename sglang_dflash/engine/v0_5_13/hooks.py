@@ -1,67 +1,17 @@
-"""Functions that are hooked into SGLang. `hook_table.py` names them, and those elsewhere."""
+"""Functions that are hooked into SGLang 0.5.13.post1. `hook_table.py` names them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.server_args import get_global_server_args
-from transformers import Qwen3Config
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
-from sglang_dflash.checkpoint.served import draft_config, is_draft, load_draft
-from sglang_dflash.errors import Refusal
-from sglang_dflash.logits.processors import wrong_processor
+from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.model.target_parts import logits_processor
 from sglang_dflash.settings.platforms import platform_of
-
-
-def validate_request(req: Any) -> str | None:
-    """REPLACE: the reason why a request cannot be served exactly, or None.
-
-    Tokens outside the vocabulary crash SGLang's scheduler with an index error. In a session, SGLang
-    has put numbers outside of it in the place of images, and keeps the client's own tokens.
-    """
-    params = req.sampling_params
-    if params.min_p > 0 and get_global_server_args().enable_deterministic_inference:
-        return (
-            "SGLang has no seeded draw with min_p. Leave min_p out, or start the server without "
-            "--enable-deterministic-inference."
-        )
-    if req.custom_logit_processor:
-        why = wrong_processor(req.custom_logit_processor)
-        if why is not None:
-            req.custom_logit_processor = None  # the refused request, too, becomes part of a batch
-            return why
-    tokens = {
-        "input_ids": req.origin_input_ids_unpadded,
-        "token_ids_logprob": req.logprob.token_ids_logprob,
-    }
-    for field, ids in tokens.items():
-        if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
-            req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
-            return f"{field} has a token outside the vocabulary of {req.vocab_size} tokens."
-    return None
-
-
-def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `get_config`: for a DFlash draft, make the config from this package's reading."""
-    if not is_draft(model, kwargs.get("revision")):
-        return original(model, *args, **kwargs)
-    config, _ = load_draft(model, kwargs.get("revision"))
-    hf_config = Qwen3Config(**config.hf_config())
-    hf_config.dflash_path = config.path
-    return hf_config
-
-
-def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `get_generation_config`: a DFlash draft has none."""
-    if is_draft(model, kwargs.get("revision")):
-        return None
-    return original(model, *args, **kwargs)
 
 
 class CaptureConfig:
@@ -164,12 +114,6 @@ def token_ids_logprobs(
     """
     named = [ids or [] for ids in token_ids_logprobs_list]
     return original(logprobs, named, *args, **kwargs)
-
-
-def text_of_an_exception(original: Callable[[], str]) -> str:
-    """AROUND `get_exception_traceback`: a refusal is one paragraph, without the traceback."""
-    error = sys.exception()
-    return f"sglang-dflash: {error}" if isinstance(error, Refusal) else original()
 
 
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:

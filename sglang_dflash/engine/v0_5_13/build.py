@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
+from torch import Tensor
 
 from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
-from sglang_dflash.engine.draft_worker import make_draft_worker
 from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.engine.v0_5_13.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.logprobs import SGLangLogprobs
 from sglang_dflash.logits.rules import RequestedRules
@@ -27,7 +31,7 @@ from sglang_dflash.step.draft_ahead import DraftAhead, DraftLater
 from sglang_dflash.step.policies import NextDraft, VerifyWidth
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
-from sglang_dflash.step.sample import TargetSampler
+from sglang_dflash.step.sample import TargetSampler, is_simple
 from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.verify import Verifier
 from sglang_dflash.step.window import DraftWindow
@@ -37,6 +41,8 @@ from sglang_dflash.targets.lora import check_loaded_adapters
 from sglang_dflash.targets.recurrent_states import states_of
 
 logger = logging.getLogger(__name__)
+
+MODELS = "sglang_dflash.model"  # where SGLang finds the draft's class
 
 
 def build_worker(
@@ -78,7 +84,7 @@ def build_worker(
     context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels, platform.queues_work)
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
-    sampler = TargetSampler(target.sampler, rules, kernels)
+    sampler = TargetSampler(partial(_draw, target.sampler), rules, kernels)
     graphs = VerifyGraphs(target, options.verify_widths, platform.ragged_widths)
     verifier = Verifier(target_worker, sampler, rules, graphs, kernels, clock)
     verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
@@ -111,6 +117,12 @@ def build_worker(
         graphs=graphs,
         report=report,
     )
+
+
+def _draw(sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
+    """A draw by SGLang's sampler, of requests without seeds."""
+    drawn: Tensor = sampler._sample_from_probs(probs, info, positions, is_simple(info))
+    return drawn
 
 
 def _verify_width(

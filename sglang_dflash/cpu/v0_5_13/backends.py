@@ -18,7 +18,7 @@ def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwarg
         return original(runner, name, *args, **kwargs)
     if runner.hybrid_gdn_config is None:
         return attn_backend_wrapper(runner, TorchAttention(runner))
-    from sglang_dflash.cpu.gated_delta_net import hybrid_attention  # imports Triton kernels
+    from sglang_dflash.cpu.v0_5_13.gated_delta_net import hybrid_attention  # imports Triton kernels
 
     return hybrid_attention(runner, TorchAttention(runner))
 

@@ -1,0 +1,106 @@
+"""Every hook that lets SGLang 0.5.13.post1 run on a CPU, with the reason why it must exist."""
+
+from __future__ import annotations
+
+import os
+
+from sglang_dflash.seam.hook import Hook
+
+CPU_HOOKS = (
+    Hook(
+        "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
+        "AROUND",
+        "cpu.v0_5_13.backends:attention_backend",
+        "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
+    ),
+    Hook(
+        "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        "AROUND",
+        "cpu.v0_5_13.backends:latent_handler",
+        "SGLang computes a prefill from K and V of each head, which the pool does not have",
+    ),
+    Hook(
+        "layers.rotary_embedding.factory.get_rope_cpu",
+        "AROUND",
+        "cpu.v0_5_13.shims:plain_rope",
+        "SGLang makes no plain RoPE for latent attention on a CPU",
+    ),
+    Hook(
+        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        "REPLACE",
+        "cpu.shims:no_kv_copy_kernel",
+        "Triton kernel",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
+        "BEFORE",
+        "cpu.v0_5_13.shims:limit_states",
+        "SGLang sizes recurrent states for a GPU",
+    ),
+    *(
+        Hook(f"lora.{function}", "AROUND", "cpu.v0_5_13.shims:without_pinning", "pins memory")
+        for function in (
+            "lora_manager.LoRAManager.init_state",
+            "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        )
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        "REPLACE",
+        "cpu.v0_5_13.shims:alloc_extend",
+        "Triton kernel",
+    ),
+    Hook(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
+        "REPLACE",
+        "cpu.v0_5_13.shims:alloc_decode",
+        "Triton kernel",
+    ),
+    *(
+        Hook(
+            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
+            "AROUND",
+            "cpu.v0_5_13.shims:apply_vocab_mask",
+            "no CPU branch",
+        )
+        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
+    ),
+    Hook(
+        "server_args.ServerArgs._handle_cpu_backends",
+        "BEFORE",
+        "cpu.v0_5_13.shims:default_backend",
+        "SGLang's default backend needs AMX and cannot verify",
+    ),
+    Hook(
+        "server_args.ServerArgs._handle_deterministic_inference",
+        "AROUND",
+        "cpu.v0_5_13.shims:seeded_draws",
+        "SGLang's lists of backends whose draws may be seeded lack torch_native",
+    ),
+    Hook(
+        "layers.utils.hash.murmur_hash32",
+        "REPLACE",
+        "cpu.shims:murmur_hash32",
+        "Triton kernel",
+    ),
+    Hook(
+        "batch_invariant_ops.enable_batch_invariant_mode",
+        "REPLACE",
+        "cpu.shims:skip_batch_invariant_mode",
+        "Triton kernels; a row's result on CPU is the same up to rounding",
+    ),
+    Hook(
+        "arg_groups.speculative_hook.handle_speculative_decoding",
+        "AFTER",
+        "cpu.v0_5_13.shims:default_limits",
+        "SGLang sizes KV for a GPU and needs a NUMA node per rank",
+    ),
+)
+
+
+def prepare() -> None:
+    """Choose SGLang's CPU engine, before any child starts."""
+    from sglang.srt.utils import common
+
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    common.is_cpu.cache_clear()

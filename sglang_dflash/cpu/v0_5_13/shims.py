@@ -1,0 +1,146 @@
+"""Torch versions, for the CPU, of functions that SGLang 0.5.13.post1 has only as compiled code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sglang_dflash.cpu.limits import KV_BYTES, set_limits
+from sglang_dflash.seam.patched import temporarily
+
+MANY_REQUESTS = 64  # that have recurrent states, unless the number is given
+
+
+def plain_rope(
+    original: Any,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    *args: Any,
+) -> Any:
+    """AROUND `get_rope_cpu`, which knows only DeepSeek's YaRN: plain RoPE as everywhere else."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    make = get_rope if rope_scaling is None else original
+    shape = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
+    return make(*shape, *(args[:2] if rope_scaling is None else args))
+
+
+def limit_states(runner: Any, total_rest_memory: float) -> None:
+    """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
+
+    A request has several slots if the radix cache is on.
+    """
+    args, state = runner.server_args, runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    if runner.device != "cpu" or args.max_mamba_cache_size is not None:
+        return
+    slots = runner._calculate_mamba_ratio()
+    requests = KV_BYTES // (state * slots)
+    most = args.max_running_requests or MANY_REQUESTS
+    args.max_mamba_cache_size = slots * max(1, min(most, requests))
+
+
+class _Unpinned(TorchFunctionMode):
+    """Torch functions make tensors in pageable memory, whatever they are asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
+def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
+    with _Unpinned():
+        return original(*args, **kwargs)
+
+
+def alloc_extend(
+    allocator: Any,
+    prefix_lens: Tensor,
+    prefix_lens_cpu: Tensor,
+    seq_lens: Tensor,
+    seq_lens_cpu: Tensor,
+    last_loc: Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> Tensor | None:
+    """REPLACE `PagedTokenToKVPoolAllocator.alloc_extend`."""
+    from sglang_dflash.cpu.v0_5_13.paged_growth import grow
+
+    page = allocator.page_size
+    growth = grow(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), page)
+    fresh = allocator.alloc(growth.num_pages * page)
+    if fresh is None:
+        return None
+    slots = torch.nn.functional.pad(fresh, (1, 0))[torch.from_numpy(growth.page_slot + 1)]
+    tail = last_loc.long()[torch.from_numpy(growth.request)] + torch.from_numpy(growth.tail_offset)
+    return torch.where(torch.from_numpy(growth.in_tail), tail, slots)
+
+
+def alloc_decode(
+    allocator: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+) -> Tensor | None:
+    """REPLACE `PagedTokenToKVPoolAllocator.alloc_decode`: one token per request."""
+    before = seq_lens_cpu - 1
+    return alloc_extend(
+        allocator, seq_lens - 1, before, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu)
+    )
+
+
+def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which has no CPU branch.
+
+    logits: [n, V]; vocab_mask: [n, ceil(V / 32)] int32, bit i of word w allows token 32 w + i.
+    """
+    logits, mask = args[-2:] if len(args) >= 2 else (kwargs["logits"], kwargs["vocab_mask"])
+    if logits.device.type != "cpu":
+        original(*args, **kwargs)
+        return
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
+def default_backend(server_args: Any) -> None:
+    """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
+
+    SGLang's default for attention, intel_amx, cannot verify a block and has no seeded draw. Its
+    default for LoRA, csgmv, is Triton code. Convolution states get the dtype of the model: in bf16,
+    SGLang would round them between two forwards.
+    """
+    if server_args.device != "cpu":
+        return
+    if server_args.attention_backend is None:
+        server_args.attention_backend = "torch_native"
+    if server_args.lora_backend == "csgmv":
+        server_args.lora_backend = "torch_native"
+    dtype = str(server_args.get_model_config().dtype).removeprefix("torch.")
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
+
+
+def seeded_draws(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `ServerArgs._handle_deterministic_inference`: torch_native passes for triton there.
+
+    SGLang has one list for DeepSeek's classes and another for all others, and one of them cannot be
+    added to. torch_native computes each request by itself, so its results depend on no other.
+    """
+    if server_args.attention_backend != "torch_native":
+        return original(server_args)
+    with temporarily(server_args, attention_backend="triton"):
+        return original(server_args)
+
+
+def default_limits(_: None, server_args: Any) -> None:
+    """AFTER `handle_speculative_decoding`."""
+    if server_args.device == "cpu":
+        set_limits(server_args)

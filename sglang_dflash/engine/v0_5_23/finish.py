@@ -1,0 +1,52 @@
+"""The end of a request inside a block, where it would be without speculation.
+
+SGLang gives all tokens of a step to the grammar of their request, and then looks for the end of the
+request among them, by one kind of end after another. Without speculation it looks for every end at
+each token, before the grammar gets the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.seam.patched import temporarily
+
+ENDED = "ended"
+
+
+def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, tokens: Any) -> Any:
+    """AROUND `_accept_grammar_tokens`: the tokens that a request gets, and what comes after them.
+
+    After the token that ends its grammar, a request gets one more, if that token does not finish
+    it (`ignore_eos`). A token that its grammar refuses may finish it, and else aborts it.
+    """
+    req.dflash_late = None
+    run = [tokens] if isinstance(tokens, int) else tokens
+    if req.grammar.is_terminated():
+        return run[:1]
+    taken = original(processor, req, run)
+    if req.grammar.is_terminated():
+        req.dflash_late = ENDED
+    elif len(taken) < len(run) and run is tokens:  # not after a prefill
+        req.dflash_late, req.to_finish = req.to_finish, None
+        taken = run[: len(taken) + 1]
+    return taken
+
+
+def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """AROUND `Req.update_finish_state`: the first token that ends a request is its last."""
+    late, req.dflash_late = getattr(req, "dflash_late", None), None
+    params, output = req.sampling_params, req.output_ids
+    if params.stop_strs or params.stop_regex_strs:
+        for end in range(len(output) - new_accepted_len + 1, len(output)):
+            with temporarily(req, output_ids=output[:end], grammar=None):
+                original(req)
+            if req.finished():
+                req.finished_len = end if req.finished_len is None else req.finished_len
+                return
+        new_accepted_len = 1
+    with temporarily(req, grammar=req.grammar if late is None else None):
+        original(req, new_accepted_len)
+    if late not in (None, ENDED) and not req.finished():
+        req.to_finish = late

@@ -1,0 +1,100 @@
+"""Every hook of DFLASH into SGLang 0.5.23, with the reason why it must exist."""
+
+from __future__ import annotations
+
+from sglang_dflash.engine.hook_table import EVERYWHERE
+from sglang_dflash.seam.flags import names_no_other, process_serves_dflash
+from sglang_dflash.seam.hook import Hook, always
+
+DFLASH_HOOKS = (
+    *EVERYWHERE,
+    Hook(
+        "speculative.dflash_utils.validate_dflash_request",
+        "AROUND",
+        "engine.v0_5_23.hooks:validate_request",
+        "the built-in lets pass what ends its scheduler, or is left out of the answer",
+        process_serves_dflash,
+    ),
+    Hook(
+        "server_args.ServerArgs.from_cli_args",
+        "AROUND",
+        "engine.v0_5_23.hooks:keep_flags",
+        "SGLang passes its own options on only",
+        always,
+    ),
+    Hook(
+        "server_args.ServerArgs.resolve_once",
+        "BEFORE",
+        "engine.v0_5_23.server_args:adopt_speculators_once",
+        "a speculators checkpoint given as --model-path names its target inside",
+        names_no_other,
+    ),
+    Hook(
+        "server_args.ServerArgs.resolve_once",
+        "BEFORE",
+        "engine.v0_5_23.server_args:check_flags",
+        "SGLang takes a folder that does not exist for the id of a hub, and changes some flags",
+    ),
+    Hook(
+        "arg_groups.model_hook.handle_model_specific_adjustments",
+        "BEFORE",
+        "engine.v0_5_23.server_args:check_target",
+        "SGLang's assertions about some targets say nothing of DFLASH",
+    ),
+    Hook(
+        "arg_groups.speculative_hook._handle_dflash",
+        "REPLACE",
+        "engine.v0_5_23.server_args:handle_dflash",
+        "the built-in warns and falls back, where this plugin refuses",
+        always,
+    ),
+    Hook(
+        "speculative.dflash_utils.parse_dflash_draft_config",
+        "AROUND",
+        "engine.v0_5_23.hooks:parse_draft_config",
+        "the whole process uses one reading of the checkpoint",
+        always,
+    ),
+    Hook(
+        "speculative.dflash_utils.apply_dflash_verify_logits_adjustments",
+        "AROUND",
+        "engine.v0_5_23.hooks:no_adjustments",
+        "SGLang drops penalties in a block",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
+        "AROUND",
+        "engine.v0_5_23.hooks:processed_alone",
+        "a custom logit processor would read output that lacks a step",
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._accept_grammar_tokens",
+        "AROUND",
+        "engine.v0_5_23.finish:accept_by_grammar",
+        "with speculation, SGLang asks a request's grammar before it looks for the request's end",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.schedule_batch.Req.update_finish_state",
+        "AROUND",
+        "engine.v0_5_23.finish:finish_in_order",
+        "of several ends in a block, SGLang does not take the first",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.tp_worker.TpModelWorker.get_worker_info",
+        "AFTER",
+        "engine.v0_5_23.hooks:bound_requests",
+        "a request for which the KV pool has no room beside its blocks waits for ever",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.get_init_info",
+        "AFTER",
+        "report.hooks:describe",
+        "/server_info shows the server arguments, but not what the plugin made of them",
+    ),
+)
+CUDA_HOOKS: tuple[Hook, ...] = ()

@@ -1,0 +1,89 @@
+"""Functions that are hooked into SGLang 0.5.23. `hook_table.py` names them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.speculative.dflash_utils import DFlashDraftConfig
+
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.engine import hooks
+from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.settings.options import flags_of
+
+
+def keep_flags(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`: the arguments are resolved later, and by pickle."""
+    server_args = original(cls, namespace)
+    server_args.dflash_flags = flags_of(namespace)
+    return server_args
+
+
+def validate_request(_: Any, req: Any, enable_overlap: bool) -> str | None:
+    """AROUND `validate_dflash_request`: why a request cannot be served exactly, or None."""
+    if req.return_hidden_states:
+        return "return_hidden_states is not served with DFLASH on SGLang 0.5.23. Leave it out."
+    if req.return_sampling_mask:
+        return "return_sampling_mask is not served with DFLASH. Leave it out."
+    return hooks.validate_request(req)
+
+
+def parse_draft_config(original: Callable[..., Any], *, draft_hf_config: Any) -> Any:
+    """AROUND `parse_dflash_draft_config`: this package's reading, in SGLang's class.
+
+    The worker's heads are off, because the draft's forward has the head of its family.
+    """
+    path = getattr(draft_hf_config, "dflash_path", None)
+    if path is None:
+        return original(draft_hf_config=draft_hf_config)
+    config = load_config(path)
+    return DFlashDraftConfig(
+        num_hidden_layers=config.num_layers,
+        num_target_layers=config.num_target_layers,
+        block_size=config.block_size,
+        target_layer_ids=list(config.target_layer_ids),
+        mask_token="mask",  # by its id, whatever the name
+        mask_token_id=config.mask_token_id,
+        conv_kernel_size=0,
+        conv_group_size=0,
+        selector_rank=0,
+        selector_top_k=0,
+        output_multiplier=1.0,
+        final_logit_softcapping=None,
+        projector_type=None,
+        shift_label=None,
+        pure_draft_prefix_len=None,
+        gru_hidden_dim=None,
+        emb_dim=None,
+    )
+
+
+def no_adjustments(original: Callable[..., None], **given: Any) -> None:
+    """AROUND `apply_dflash_verify_logits_adjustments`: `DFlashWorker` applies all rules at once.
+
+    SGLang's function knows no penalties, and calls custom processors for drafts they cannot see.
+    """
+
+
+def processed_alone(original: Callable[[Any], bool], batch: Any) -> bool:
+    """AROUND `ScheduleBatch.grammar_needs_sync`: so does a batch with custom logit processors.
+
+    They are code of a user that reads its request, so all output must have come to it.
+    """
+    info = batch.sampling_info
+    custom = info is not None and info.has_custom_logit_processor
+    return custom or original(batch)
+
+
+def bound_requests(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
+    """AFTER `TpModelWorker.get_worker_info`: the slots of two blocks fit after the longest request.
+
+    SGLang reserves them, and would let a longer request wait for ever.
+    """
+    tokens, *others = info
+    options = worker.server_args.dflash
+    room = longest_request(tokens, options.reserved_tokens, worker.model_runner.page_size)
+    longest = min(others[3], room)
+    return (tokens, *others[:3], longest, min(others[4], longest - 5), *others[5:])

@@ -1,0 +1,189 @@
+"""`DFlashWorker`: SGLang's own worker drafts and verifies blocks, and this package decides.
+
+SGLang's worker launches a step before the host has handled the one before. What it does with the
+target's logits is replaced: each draft that equals the target's own draw is accepted, whatever
+rules a request has. The draft, the context KV and the first token after a prefill are ours, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from torch import Tensor
+
+from sglang_dflash.engine.v0_5_23.history import output_before_anchors
+from sglang_dflash.engine.v0_5_23.sampling import FirstTokenSampler, OwnPenalties, penalised
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.logits.rules import RequestedRules
+from sglang_dflash.method.block import Block
+from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.report.worker import Report
+from sglang_dflash.seam.resolving import Arguments
+from sglang_dflash.step.clock import StepClock
+from sglang_dflash.step.copies import to_device
+from sglang_dflash.step.sample import SamplingInput, TargetSampler, is_simple
+
+
+class DFlashWorker(DFlashWorkerV2):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kernels = Kernels.on(self.device)
+        self._rules = RequestedRules(all_ends=True)
+        runner = self.model_runner
+        runner.sampler = self._first = FirstTokenSampler()
+        self._sampler = TargetSampler(partial(_draw, self._first), self._rules, self._kernels)
+        self.draft_model.bind(runner.model, self._kernels, False, self.block_size)
+        arguments = Arguments(self.server_args)
+        clock = StepClock(queues_work=False)  # nothing is timed here
+        self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock)
+        if self._target_tp_rank == 0:
+            self.report.begin()
+        self._asked: SamplingInput  # of the step that runs; its block is not drafted yet
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        pool = self.draft_model_runner.token_to_kv_pool
+        queues_work = self.device != "cpu"
+        self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Any = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run one prefill or one decode step."""
+        info = batch.sampling_info  # a copy for this step
+        extend = batch.forward_mode.is_extend()
+        self._asked = SamplingInput(
+            batch.reqs,
+            info,
+            block=None,
+            penalised=penalised(batch.reqs),
+            has_grammar=False,  # SGLang masks the logits itself
+            output_of=_whole_output if extend else output_before_anchors(grammar_barrier),
+        )
+        if extend:
+            self._first.reqs = batch.reqs
+            info.acc_additive_penalties = info.acc_scaling_penalties = None
+            info.penalizer_orchestrator = None
+            if self._asked.penalised:
+                info.penalizer_orchestrator = OwnPenalties(self._rules, self._asked)
+        result: GenerationBatchResult = super().forward_batch_generation(
+            batch, on_publish, grammar_barrier, pp_proxy_tensors
+        )
+        return result
+
+    def _accept_block(
+        self,
+        *,
+        candidates: Tensor,
+        next_token_logits: Tensor,
+        prefix_lens: Tensor,
+        target_predict: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Accept the drafts that equal the target's own draws.
+
+        candidates: [B, N] int64, column 0 is the anchor; next_token_logits: [B * N, V] float32;
+        prefix_lens: [B] int64, tokens before the anchor; target_predict: [B * N] int64, the argmax
+        if SGLang has it already. A greedy batch without rules is SGLang's own case.
+        """
+        if not self._sampler.is_argmax(self._asked):
+            offsets = torch.arange(candidates.shape[1], device=candidates.device)
+            positions = prefix_lens[:, None] + offsets
+            asked = replace(self._asked, block=Block(candidates, positions, slots=positions))
+            target_predict = self._sampler(next_token_logits, asked, positions.flatten())
+            candidates = self._acceptable(asked, candidates, target_predict.view_as(candidates))
+        return super()._accept_block(
+            candidates=candidates,
+            next_token_logits=next_token_logits,
+            prefix_lens=prefix_lens,
+            target_predict=target_predict,
+            **others,
+        )
+
+    def _acceptable(self, asked: SamplingInput, candidates: Tensor, draws: Tensor) -> Tensor:
+        """The candidates, with wrong drafts for requests that commit one token a step.
+
+        All [B, N] int64. A draft is compared with the draw at the position before it. SGLang looks
+        up the logprobs of rejected ones, too, so they are tokens of the vocabulary.
+        """
+        alone = self._rules.one_token_a_step(asked)
+        if not any(alone):
+            return candidates
+        wrong = (draws.roll(1, dims=1) + 1) % asked.info.vocab_size
+        wrong[:, 0] = candidates[:, 0]
+        requests = to_device(alone, candidates.device, torch.bool)
+        return torch.where(requests[:, None], wrong, candidates)
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self,
+        *,
+        target_hidden: Tensor,
+        cache_loc: Tensor,
+        positions: Tensor,
+        commit_lens: Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        """Write the context KV: of a prefill's tokens, or of a block's committed ones.
+
+        target_hidden: [>= n, K * H_target]; cache_loc, positions: [n]; commit_lens: [B].
+        """
+        slots = cache_loc.long()
+        if commit_lens is not None:
+            blocks = slots.view(len(commit_lens), -1)
+            offsets = torch.arange(blocks.shape[1], device=slots.device)
+            slots = torch.where(offsets < commit_lens[:, None], blocks, 0).flatten()
+        self._context_kv.write(target_hidden[: len(slots)], positions.long(), slots)
+
+    def weight_update_runners(self) -> list[Any]:
+        """New weights are the target's: the draft keeps its own."""
+        return []
+
+    def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
+        """Called when the outcome of a step has come to the host."""
+        if self._target_tp_rank == 0:
+            self.report.low_acceptance.count(accepted)
+
+    def _can_skip_verify_logits(self, batch: ScheduleBatch, sampling_info: Any) -> bool:
+        exposed = batch.has_grammar or batch.return_logprob
+        return not exposed and self._sampler.is_argmax(self._asked)
+
+    def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states: Tensor, **_: Any) -> Tensor:
+        """The draft's forward has chosen the tokens: [n, 1] -> [n]."""
+        return hidden_states.flatten()
+
+    def _maybe_build_draft_sampler(self) -> None:
+        """The head is a part of the draft's forward."""
+
+    def _maybe_merge_trained_mask_embedding(self) -> None:
+        """The draft's forward embeds its masks."""
+
+    def _cache_full_embed_weight(self) -> None:
+        """The draft's forward embeds its tokens."""
+
+    def _init_fused_kv_helper(self) -> None:
+        """`ContextKV` writes context KV."""
+
+    def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
+        """Draws of any kind are supported."""
+
+
+def _whole_output(req: Any, start: int) -> list[int]:
+    return list(req.output_ids[start:])
+
+
+def _draw(sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
+    """A draw by SGLang's sampler, of requests without seeds."""
+    drawn: Tensor = sampler._sample_from_probs(probs, info, positions, is_simple(info))[0]
+    return drawn
