@@ -7,14 +7,21 @@ scheduler and its tokenizer crash at values of a wrong type, and at lists of a w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, InstanceOf, PlainValidator
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import EmbeddingReqInput, validate_optional_list_i64_1d_2d
+from sglang.srt.managers.io_struct import (
+    EmbeddingReqInput,
+    SessionParams,
+    validate_optional_list_i64_1d_2d,
+)
 from sglang.srt.managers.schedule_batch import Modality
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.seam import release
+from sglang_dflash.seam.flags import is_dflash
 from sglang_dflash_guard.values import (
     LIST,
     NUMBER,
@@ -22,10 +29,12 @@ from sglang_dflash_guard.values import (
     Biases,
     Fields,
     Flag,
+    HiddenStates,
     Int32,
     Labels,
     Number,
     Object,
+    Params,
     Pattern,
     Positive,
     Tag,
@@ -97,10 +106,14 @@ class Sampling(Fields):
     skip_special_tokens: Flag = UNSET
     spaces_between_special_tokens: Flag = UNSET
     no_stop_trim: Flag = UNSET
-    custom_params: Object = UNSET
+    custom_params: Params = UNSET
     stream_interval: Positive = UNSET
     logit_bias: Biases = UNSET
     sampling_seed: Whole = UNSET
+    # Of SGLang 0.5.23.
+    beam_width: Positive = UNSET
+    watermark: Object = UNSET
+    ebnf_full_assistant: Flag = UNSET
 
 
 class Session(Fields):
@@ -122,7 +135,7 @@ class Request(Fields):
     top_logprobs_num: Whole = UNSET
     token_ids_logprob: Wholes = UNSET
     return_text_in_logprobs: Flag = UNSET
-    return_hidden_states: Flag = UNSET
+    return_hidden_states: HiddenStates = UNSET
     return_routed_experts: Flag = UNSET
     return_indexer_topk: Flag = UNSET
     return_entropy: Flag = UNSET
@@ -169,20 +182,41 @@ class Request(Fields):
     routed_dp_rank: Whole = UNSET
     disagg_prefill_dp_rank: Whole = UNSET
     data_parallel_rank: Whole = UNSET
+    # Of SGLang 0.5.23.
+    session_id: Text = UNSET
+    cache_salt: Text = UNSET
+    return_sampling_mask: Flag = UNSET
+    sampling_logprobs_mode: Annotated[
+        Literal["selected", "support"], Field(description="selected or support")
+    ] = UNSET
+    return_flat_raw_top_logprobs: Flag = UNSET
+    return_flat_raw_output_top_logprobs: Flag = UNSET
+    return_flat_raw_top_logprobs_b64: Flag = UNSET
+    max_thinking_tokens: Whole = UNSET
+    token_indices_to_pool: Wholes = UNSET
+    video_config: Object = UNSET
+    images_config: Object = UNSET
+    mm_processor_kwargs: Object = UNSET
 
 
 # Fields that may be a list with an entry for each prompt, and those whose entries may be null.
 NULLABLE = {
     *("lora_path", "custom_logit_processor", "token_ids_logprob", "positional_embed_overrides"),
-    *("bootstrap_port", "decode_tp_size"),
+    *("bootstrap_port", "decode_tp_size", "sampling_logprobs_mode"),
 }
 FOR_EACH_PROMPT = NULLABLE | {
     *("rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states"),
     *("multi_item_delimiter_indices", "bootstrap_host", "bootstrap_room", "bootstrap_pair_key"),
+    *("cache_salt", "return_sampling_mask", "token_indices_to_pool"),
 }
-LISTS = {"token_ids_logprob", "multi_item_delimiter_indices"}  # one value is a list itself
+# One value is a list itself.
+LISTS = {"token_ids_logprob", "multi_item_delimiter_indices", "token_indices_to_pool"}
 # SGLang divides these among the requests of a batch without asking whether they are lists.
-DIVIDED = {"decode_tp_size", "multi_item_delimiter_indices"}
+DIVIDED = {"multi_item_delimiter_indices", "token_indices_to_pool"}
+if release.has_own_scheduler_step():
+    DIVIDED.add("decode_tp_size")  # since 0.5.19, one value is for all
+else:
+    FOR_EACH_PROMPT.add("extra_key")
 # SGLang fills these itself. A client's value would reach for another client's answer or adapter.
 OWN = {"http_worker_ipc", "lora_id"}
 
@@ -225,6 +259,16 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
     _check_the_model(manager, obj)
 
 
+def refuse_empty(manager: Any, obj: Any, tokens: Any) -> None:
+    """BEFORE `TokenizerManager._validate_one_request`: a prompt has tokens, or a session has them.
+
+    tokens: those of one prompt; None if it has vectors.
+    """
+    session = getattr(obj, "session_params", None) or {}
+    if manager.is_generation and not (tokens or obj.input_embeds or session.get("id")):
+        raise Refusal("The prompt has no tokens.", "Give text of one token at least.")
+
+
 def _read_prompts(obj: Any) -> int | None:
     """The number of prompts; None for one that is in no list."""
     if isinstance(obj.input_ids, Mapping):  # as Transformers' tokenizers return them
@@ -264,7 +308,7 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
     if isinstance(given, list) and prompts is not None:
         _check_length(where, given, prompts)
         read = [_sampling(one, f"{where}[{i}]") for i, one in enumerate(given)]
-        obj.sampling_params, answers = read, {int(one.get("n", 1)) for one in read}
+        obj.sampling_params, answers = read, {_answers(one) for one in read}
         if len(answers) > 1:
             raise Refusal(
                 f"{where} have unequal n.",
@@ -272,12 +316,17 @@ def _read_sampling(obj: Any, prompts: int | None) -> int:
             )
         return answers.pop()
     obj.sampling_params = _sampling(given, where)
-    return int(obj.sampling_params.get("n", 1))
+    return _answers(obj.sampling_params)
+
+
+def _answers(params: dict[str, Any]) -> int:
+    """The number of requests that these sampling parameters make: one for a beam search."""
+    return 1 if (params.get("beam_width") or 1) > 1 else int(params.get("n", 1))
 
 
 def _sampling(given: Any, where: str) -> dict[str, Any]:
     """The sampling parameters of one request. `n` has no default that null could stand for."""
-    read = Sampling.read_object(given, where)
+    read = Sampling.read_object(given, where, SamplingParams)
     if "n" in read and read["n"] is None:
         raise Refusal(f"{where}.n is None.", "Give a whole number, or leave it out.")
     return read
@@ -286,7 +335,9 @@ def _sampling(given: Any, where: str) -> dict[str, Any]:
 def _read_fields(obj: Any, size: Size) -> None:
     """Read all other fields. A list may have an entry for each prompt."""
     if obj.session_params is not None:
-        obj.session_params = Session.read_object(obj.session_params, "session_params")
+        obj.session_params = Session.read_object(
+            obj.session_params, "session_params", SessionParams
+        )
     for name in Request.model_fields:
         value = getattr(obj, name, None)  # another SGLang may lack it
         if value is None:
@@ -354,6 +405,8 @@ def _check_the_model(manager: Any, obj: Any) -> None:
     for vectors in _each(obj.input_embeds):
         for vector in vectors if isinstance(vectors[0], list) else [vectors]:
             _check_width("input_embeds", len(vector), config.hidden_size)
+    if is_dflash(arguments) and any(_each(getattr(obj, "return_sampling_mask", None))):
+        raise Refusal("return_sampling_mask is true.", "Leave it out: DFLASH has no such masks.")
     known = arguments.tokenizer_metrics_allowed_custom_labels or ()
     for label in obj.custom_labels or () if arguments.enable_metrics else ():
         if label not in known:

@@ -36,14 +36,15 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsFromTensorReqOutput,
 )
-from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal, shown
+from sglang_dflash.seam import release
 from sglang_dflash_guard.values import UNSET, Fields, Int32, Number
 
-LONGEST_PREFIX = 100  # characters; the rest of a trace's name follows
+LONGEST_PART = 100  # characters; the rest of a trace's name follows
 ACTIVITIES = "CPU", "GPU", "MEM", "CUDA_PROFILER"  # of a profile; a CPU has the first two
 CALLS: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()  # held during a call
+OF_MEMORY = ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqOutput
 WRITABLE_FOLDER = "Name a folder that the server can write."
 
 
@@ -70,8 +71,8 @@ async def check_control(original: Any, communicator: Any, obj: Any) -> Any:
         async with CALLS.setdefault(communicator, asyncio.Lock()):
             results = await original(communicator, obj)
     for result in results:
-        if hasattr(result, "dflash_refused"):
-            raise Refusal(*result.dflash_refused)
+        if isinstance(result, OF_MEMORY) and result.rid:
+            raise Refusal(*result.rid.split("\n"))
         if isinstance(result, ProfileReqOutput) and not result.success:
             raise Refusal(result.message, "Then ask again.")  # it names the request to send first
     return results
@@ -98,10 +99,11 @@ def drop_finished(scheduler: Any, *_: Any, **__: Any) -> None:
 
 def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupationReqInput) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
-    if updater.is_fully_idle():
+    paused = getattr(getattr(updater, "scheduler", None), "_engine_paused", False)
+    if updater.is_fully_idle(ignore_waiting=True) if paused else updater.is_fully_idle():
         return original(updater, request)
     return _refused(
-        ReleaseMemoryOccupationReqOutput(),
+        ReleaseMemoryOccupationReqOutput,
         "Requests are running.",
         "Wait until no request runs, and ask again.",
     )
@@ -114,7 +116,7 @@ def resume_memory(original: Any, updater: Any, request: ResumeMemoryOccupationRe
         return original(updater, request)
     missing = ", ".join(sorted(wanted - updater.offload_tags))
     return _refused(
-        ResumeMemoryOccupationReqOutput(),
+        ResumeMemoryOccupationReqOutput,
         f"This was not released: {missing}.",
         "Name only tags that were released.",
     )
@@ -131,8 +133,16 @@ def update_from_tensor(
         return original(updater, request)
     except WRONG_WEIGHTS as error:
         torch.distributed.barrier(group=updater.tp_cpu_group)  # the other ranks wait in it
-        why = f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
-        return UpdateWeightsFromTensorReqOutput(False, why)
+        return UpdateWeightsFromTensorReqOutput(success=False, message=_partly_changed(error))
+
+
+def update_from_disk(original: Any, updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """AROUND `WeightUpdater.update_weights_from_disk`, which has forgotten the path of the old."""
+    try:
+        done: tuple[bool, str] = original(updater, *args, **kwargs)
+    except WRONG_WEIGHTS as error:
+        return False, _partly_changed(error)
+    return done
 
 
 def update_from_group(
@@ -164,14 +174,20 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
         raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
 
 
-def _refused(output: Any, what: str, fix: str) -> Any:
-    """The answer of a scheduler, with the parts of a `Refusal` that `check_control` raises."""
-    output.dflash_refused = what, fix
-    return output
+def _partly_changed(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
+
+
+def _refused(kind: Callable[..., Any], what: str, fix: str) -> Any:
+    """The answer of a scheduler, with the parts of a `Refusal` that `check_control` raises.
+
+    Such an answer has no field but an id, which SGLang leaves empty.
+    """
+    return kind(rid=f"{what}\n{fix}")
 
 
 def _experts(_: ExpertDistributionReq) -> None:
-    if get_global_server_args().expert_distribution_recorder_mode is None:
+    if release.server_args().expert_distribution_recorder_mode is None:
         raise Refusal(
             "This server records no distribution of experts.",
             "Start it with --expert-distribution-recorder-mode.",
@@ -188,20 +204,22 @@ def _memory(obj: Any) -> None:
 
 def _profile(obj: ProfileReq) -> None:
     """A scheduler writes the trace long after it has answered."""
-    if obj.type is not ProfileReqType.START_PROFILE:
+    kind = obj.type if release.has_own_scheduler_step() else obj.req_type
+    if kind is not ProfileReqType.START_PROFILE:
         return
-    served = ACTIVITIES[: 2 if get_global_server_args().device == "cpu" else None]
+    served = ACTIVITIES[: 2 if release.server_args().device == "cpu" else None]
     for activity in obj.activities or ():
         if activity not in served:
             raise Refusal(
                 f"activities has {shown(activity)}.", f"It must be one of {', '.join(served)}."
             )
-    prefix = obj.profile_prefix or ""
-    if len(prefix) > LONGEST_PREFIX or os.path.basename(prefix) != prefix or "\0" in prefix:
-        raise Refusal(
-            f"profile_prefix is {shown(prefix)}.",
-            f"It must be a part of a file's name of at most {LONGEST_PREFIX} characters.",
-        )
+    for name in ("profile_prefix", "profile_id"):
+        part = getattr(obj, name) or ""
+        if len(part) > LONGEST_PART or os.path.basename(part) != part or "\0" in part:
+            raise Refusal(
+                f"{name} is {shown(part)}.",
+                f"It must be a part of a file's name of at most {LONGEST_PART} characters.",
+            )
     if obj.output_dir is not None:
         _make_folder(obj.output_dir)
 
@@ -238,7 +256,7 @@ def _ports(
     obj: InitWeightsSendGroupForRemoteInstanceReqInput | SendWeightsToRemoteInstanceReqInput,
 ) -> None:
     """SGLang asserts this in each scheduler."""
-    ranks = get_global_server_args().tp_size
+    ranks = release.server_args().tp_size
     if len(obj.ports.split(",")) != ranks:
         raise Refusal(f"ports is {shown(obj.ports)}.", f"Give {ranks} ports, one for each rank.")
     if not obj.group_name:

@@ -21,9 +21,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.parser.reasoning_parser import ReasoningParser
-from sglang.srt.server_args import get_global_server_args
 
 from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.seam import release
 
 Query = Mapping[str, str]
 Check = Callable[[Any, Query], None]  # of the parsed body (None: there is none) and of the query
@@ -46,8 +46,10 @@ def typed(kind: Any) -> Check:
         try:
             adapter.validate_python(body)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"])) or "The body"
+            # Of a struct, pydantic first says that the body is none.
+            first = next(each for each in error.errors() if each["type"] != "is_instance_of")
+            parts = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
+            field = ".".join(parts) or "The body"
             raise Refusal(f"{field} is wrong: {first['msg']}.", "Correct it.") from None
 
     return check
@@ -162,6 +164,6 @@ OF_TEXT = {
 
 def check_of(handler: str) -> Check | None:
     """The check of a handler of SGLang in a server that runs; None: it needs none."""
-    if handler in OF_TEXT and get_global_server_args().skip_tokenizer_init:
+    if handler in OF_TEXT and release.server_args().skip_tokenizer_init:
         return text
     return ENDPOINT_CHECKS.get(handler)

@@ -4,7 +4,7 @@ SGLang keeps the state of each request from its arrival to its last token. It al
 of a request that it refuses in between, as one whose prompt is too long. Then the id is taken for
 ever, a server that is asked to end waits for the request, and so does an adapter that is to be
 unloaded. SGLang also leaks the adapter reference of a request that is aborted while it is queued.
-This module releases each reference once.
+This module releases each reference once, as SGLang 0.5.23 does itself.
 """
 
 from __future__ import annotations

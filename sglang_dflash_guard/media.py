@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+from fastapi import HTTPException
 
 from sglang_dflash.errors import Refusal
 
@@ -24,7 +25,7 @@ async def refuse_wrong_media(original: Any, manager: Any, obj: Any) -> Any:
     """
     try:
         return await original(manager, obj)
-    except ValueError:  # HTTP 400 as it is
+    except (ValueError, HTTPException):  # an answer as it is
         raise
     except Exception as error:
         of_media = obj.contains_mm_input() and not _of_the_server(error)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from sglang_dflash.errors import Refusal
+from sglang_dflash.seam import release
 from sglang_dflash.seam.flags import serves_dflash
 from sglang_dflash.seam.hook import Hook, always, missing, register
 from sglang_dflash.seam.http import prepare
@@ -35,7 +36,7 @@ def guards(*args: Any, **kwargs: Any) -> bool:
 
 
 def check_mode(*_: Any, **__: Any) -> None:
-    """BEFORE `ServerArgs.__post_init__`: refuse a wrong mode before anything is loaded."""
+    """BEFORE `ServerArgs` are resolved: refuse a wrong mode before anything is loaded."""
     _mode()
 
 
@@ -109,12 +110,6 @@ ROWS = (
         "the adapters that a server starts with are loaded before their buffers exist",
     ),
     (
-        "utils.common._get_fastapi_request_path",
-        "AROUND",
-        "middleware:path_of",
-        "with metrics, SGLang answers `/v1/loads` with HTTP 500",
-    ),
-    (
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
         "other_apis:refuse_ollama",
@@ -139,31 +134,6 @@ ROWS = (
         "SGLang drops the text of the last chunk here, too",
     ),
     (
-        "entrypoints.openai.serving_completions.OpenAIServingCompletion"
-        "._generate_completion_stream",
-        "AROUND",
-        "streamed_text:of_completions",
-        "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
-    ),
-    (
-        "entrypoints.context.SimpleContext.append_output",
-        "AROUND",
-        "streamed_text:of_responses",
-        "with --incremental-streaming-output, a streamed response would be its last chunk",
-    ),
-    (
-        "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
-        "AROUND",
-        "other_apis:refuse_anthropic",
-        "SGLang answers a client's error with HTTP 500, or breaks a stream off",
-    ),
-    (
-        "entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
-        "AROUND",
-        "other_apis:refuse_anthropic",
-        "SGLang answers a client's error with HTTP 500 here, too",
-    ),
-    (
         "entrypoints.openai.serving_responses.OpenAIServingResponses.responses_stream_generator",
         "AROUND",
         "other_apis:end_with_an_error",
@@ -174,12 +144,6 @@ ROWS = (
         "AROUND",
         "control:check_control",
         "some requests that steer a server crash SGLang's scheduler",
-    ),
-    (
-        "managers.scheduler.Scheduler.flush_cache",
-        "BEFORE",
-        "control:drop_finished",
-        "new weights right after an answer crash SGLang's scheduler",
     ),
     (
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -203,23 +167,10 @@ ROWS = (
         "tensors that SGLang cannot read crash its scheduler",
     ),
     (
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_distributed",
-        "AROUND",
-        "control:update_from_group",
-        "SGLang's scheduler asserts that the group exists",
-    ),
-    (
         "managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",
         "BEFORE",
         "lifecycle:no_wait_for_core_dumps",
         "SGLang waits a minute for core dumps that CUDA does not write",
-    ),
-    (
-        "managers.utils.is_health_check_generate_req",
-        "AROUND",
-        "control:is_health_check",
-        "an id that is a list crashes SGLang's scheduler",
     ),
     (
         "session.session_controller.Session.create_req",
@@ -234,12 +185,6 @@ ROWS = (
         "an id that a session has twice crashes SGLang's scheduler",
     ),
     (
-        "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
-        "AROUND",
-        "control:send_weights",
-        "a missing group crashes SGLang's scheduler",
-    ),
-    (
         "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
         "BEFORE",
         "control:check_weights",
@@ -252,41 +197,127 @@ ROWS = (
         "values of a wrong type are passed on, and crash SGLang's scheduler",
     ),
     (
-        "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "AROUND",
-        "lifecycle:forget_unsent",
-        "SGLang keeps what it knows of a request that it refuses later",
-    ),
-    (
         "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         "AROUND",
         "media:refuse_wrong_media",
         "SGLang answers a picture that cannot be read with HTTP 500",
     ),
-    (
-        "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
-        "BEFORE",
-        "lifecycle:add_prefixes",
-        "with n > 1, SGLang unloads an adapter too early, or waits for ever to unload it",
-    ),
-    (
-        "managers.tokenizer_manager.TokenizerManager._handle_abort_req",
-        "BEFORE",
-        "lifecycle:release_aborted",
-        "SGLang waits for ever to unload an adapter whose request was aborted in the queue",
-    ),
-    (
-        "managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
-        "AROUND",
-        "lifecycle:release_once",
-        "SGLang releases an adapter twice for a request that ran or was aborted in the queue",
-    ),
 )
+# Those of one release: a later one has cured the defect, brought it, or moved its function.
+ROWS_OF: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "0.5.13.post1": (
+        (
+            "entrypoints.context.SimpleContext.append_output",
+            "AROUND",
+            "streamed_text:of_responses",
+            "with --incremental-streaming-output, a streamed response would be its last chunk",
+        ),
+        (
+            "entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+            "AROUND",
+            "other_apis:refuse_anthropic",
+            "SGLang answers a client's error with HTTP 500, or breaks a stream off",
+        ),
+        (
+            "entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
+            "AROUND",
+            "other_apis:refuse_anthropic",
+            "SGLang answers a client's error with HTTP 500 here, too",
+        ),
+        (
+            "managers.utils.is_health_check_generate_req",
+            "AROUND",
+            "control:is_health_check",
+            "an id that is a list crashes SGLang's scheduler",
+        ),
+        (
+            "utils.common._get_fastapi_request_path",
+            "AROUND",
+            "middleware:path_of",
+            "with metrics, SGLang answers `/v1/loads` with HTTP 500",
+        ),
+        (
+            "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+            "._generate_completion_stream",
+            "AROUND",
+            "streamed_text:of_completions",
+            "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
+        ),
+        (
+            "managers.scheduler.Scheduler.flush_cache",
+            "BEFORE",
+            "control:drop_finished",
+            "new weights right after an answer crash SGLang's scheduler",
+        ),
+        (
+            "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+            ".update_weights_from_distributed",
+            "AROUND",
+            "control:update_from_group",
+            "SGLang's scheduler asserts that the group exists",
+        ),
+        (
+            "model_executor.model_runner.ModelRunner.send_weights_to_remote_instance",
+            "AROUND",
+            "control:send_weights",
+            "a missing group crashes SGLang's scheduler",
+        ),
+        (
+            "managers.tokenizer_manager.TokenizerManager.generate_request",
+            "AROUND",
+            "lifecycle:forget_unsent",
+            "SGLang keeps what it knows of a request that it refuses later",
+        ),
+        (
+            "managers.tokenizer_manager.TokenizerManager._resolve_lora_path",
+            "BEFORE",
+            "lifecycle:add_prefixes",
+            "with n > 1, SGLang unloads an adapter too early, or waits for ever to unload it",
+        ),
+        (
+            "managers.tokenizer_manager.TokenizerManager._handle_abort_req",
+            "BEFORE",
+            "lifecycle:release_aborted",
+            "SGLang waits for ever to unload an adapter whose request was aborted in the queue",
+        ),
+        (
+            "managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+            "AROUND",
+            "lifecycle:release_once",
+            "SGLang releases an adapter twice for a request that ran or was aborted in the queue",
+        ),
+    ),
+    "0.5.23": (
+        (
+            "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+            "BEFORE",
+            "body:refuse_empty",
+            "a prompt of no tokens crashes SGLang's scheduler",
+        ),
+        (
+            "model_executor.model_runner_components.weight_exporter.WeightExporter"
+            ".send_weights_to_remote_instance",
+            "AROUND",
+            "control:send_weights",
+            "a missing group crashes SGLang's scheduler",
+        ),
+        (
+            "model_executor.model_runner_components.weight_updater.WeightUpdater"
+            ".update_weights_from_disk",
+            "AROUND",
+            "control:update_from_disk",
+            "weights that do not fit crash SGLang's scheduler, which loads them once more",
+        ),
+    ),
+}
+RESOLVING = "__post_init__" if release.has_own_scheduler_step() else "resolve_once"
 MODE = Hook(
-    "server_args.ServerArgs.__post_init__",
+    f"server_args.ServerArgs.{RESOLVING}",
     "BEFORE",
     "plugin:check_mode",
     "a wrong mode would be noticed by the first request",
     when=always,
 )
-HOOKS = [Hook(*row, when=guards, optional=True) for row in ROWS]
+HOOKS = [
+    Hook(*row, when=guards, optional=True) for row in (*ROWS, *ROWS_OF.get(release.installed(), ()))
+]

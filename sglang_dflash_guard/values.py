@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias
+from functools import cache
+from inspect import signature
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import Refusal, shown
+from sglang_dflash.seam import release
 
 UNSET: Any = None  # the default of a field that is not given
 STRONGEST_BIAS = 1e30  # decides as a larger one does, and stays finite when logits are scaled
+
+# What SGLang's scheduler reads `custom_params` as; None: 0.5.13 takes objects of any kind.
+PARAMS: Any = get_type_hints(SamplingParams).get("custom_params")
 
 
 def as_python(value: Any) -> Any:
@@ -29,6 +37,11 @@ def _number(value: Any) -> Any:
     if isinstance(value, str | bytes):
         raise ValueError("text is no number")
     return as_python(value)
+
+
+def _mode(value: Any) -> Any:
+    """The value, unless it is text that is no mode. SGLang 0.5.13 knows none."""
+    return value if value == "last" and not release.has_own_scheduler_step() else _number(value)
 
 
 def _text(value: str) -> str:
@@ -46,16 +59,37 @@ def _compiled(pattern: str) -> str:
     return pattern
 
 
+def _readable(params: dict[Any, Any]) -> dict[Any, Any]:
+    """The object, if SGLang's scheduler can read it from a message."""
+    if PARAMS is not None:
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=PARAMS)
+        except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+    return params
+
+
 def _bounded(bias: float) -> float:
     if bias != bias:
         raise ValueError("a bias is no NaN")
     return max(-STRONGEST_BIAS, min(STRONGEST_BIAS, bias))
 
 
+@cache
+def names_of(kind: Any) -> frozenset[str]:
+    """The names that a class takes."""
+    return frozenset(signature(kind).parameters)
+
+
 NUMBER, LIST = BeforeValidator(_number), BeforeValidator(as_python)
 TEXT = AfterValidator(_text)
 
 Flag: TypeAlias = Annotated[bool, Field(description="true or false"), NUMBER]
+HiddenStates: TypeAlias = Annotated[
+    bool | Literal["last"],
+    Field(description="true or false"),
+    BeforeValidator(_mode),
+]
 Whole: TypeAlias = Annotated[
     int, Field(ge=-(2**63), lt=2**63, description="a whole number of 64 bits"), NUMBER
 ]
@@ -82,10 +116,15 @@ Tag: TypeAlias = Annotated[
 Token: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # SGLang reads it from text, too
 Bias: TypeAlias = Annotated[float, NUMBER, AfterValidator(_bounded)]
 Biases: TypeAlias = Annotated[
-    dict[Token, Bias],
+    dict[Annotated[Token, AfterValidator(str)], Bias],  # names, as in JSON
     Field(description="an object whose entries are each a finite number"),
 ]
 Object: TypeAlias = Annotated[dict[Any, Any], Field(description="an object")]
+Params: TypeAlias = Annotated[
+    dict[Any, Any],
+    Field(description="an object of values, and of lists and objects of values"),
+    AfterValidator(_readable),
+]
 Labels: TypeAlias = Annotated[
     dict[Text, Text], Field(description="an object whose entries are each text")
 ]
@@ -124,11 +163,14 @@ class Fields(BaseModel):
         return str(cls.model_fields[name].description)
 
     @classmethod
-    def read_object(cls, given: Any, where: str) -> dict[str, Any]:
-        """The same for an object that a client gives, which has these fields and no others."""
+    def read_object(cls, given: Any, where: str, kind: Any) -> dict[str, Any]:
+        """The same for an object that a client gives, of which SGLang makes an object of this kind.
+
+        It has these fields and no others. SGLang's release may lack some of them.
+        """
         if not isinstance(given, Mapping):
             raise Refusal(f"{where} is {shown(given)}.", "It must be an object.")
         for name in given:
-            if name not in cls.model_fields:
+            if name not in cls.model_fields or name not in names_of(kind):
                 raise Refusal(f"{where} has no field {shown(name)}.", "Leave it out.")
         return cls.read(given, where + ".{}")
