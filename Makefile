@@ -1,8 +1,11 @@
-# Every target sets itself up: a machine needs Python 3.11 or 3.12, make and git.
+# Every target sets itself up: a machine needs Python 3.11 or 3.12, make and git. Each release of
+# SGLang has an environment of its own: make VENV=.venv-next SGLANG=0.5.23 demo test
 FITS := import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
   $$python -c '$(FITS)' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
+SGLANG ?= 0.5.13.post1
+LOCK := $(if $(filter 0.5.13.post1,$(SGLANG)),requirements.lock,requirements-$(SGLANG).lock)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PORT ?= 30000
@@ -68,15 +71,16 @@ load-tools: $(READY)  ## other load tools against one server; they are installed
 results: $(READY)  ## the full sweep on this machine and its plots; continues where it stopped
 	PYTHON=$(BIN)/python benchmark/results.sh
 
-lock: $(READY)  ## resolve requirements.lock anew
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-	  --extra sglang --extra dev --extra bench --extra docs pyproject.toml --output-file requirements.lock
+lock: $(READY)  ## resolve the lock of SGLANG anew
+	echo sglang==$(SGLANG) | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	  --no-header --no-annotate --extra dev --extra bench --extra docs pyproject.toml - \
+	  --output-file $(LOCK)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): $(LOCK) pyproject.toml
 	@$(or $(PYTHON),false) -c '$(FITS)' || { echo 'Python 3.11 or 3.12 is needed: make PYTHON=...'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --requirement requirements.lock
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --requirement $(LOCK)
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --no-deps --editable . \
 	  --editable benchmark/builtin_cpu
 	touch $@

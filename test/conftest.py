@@ -9,14 +9,15 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from test import forked
+from test import forked, releases
 from test.rehearsal import process
 from test.servers import SERVERS
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # SGLang's modules read this when they are imported. The rehearsal simulates a GPU.
-if not torch.cuda.is_available() and "DFLASH_REHEARSAL" not in os.environ:
+simulated = "DFLASH_REHEARSAL" in os.environ
+if releases.OWN_STEP and not torch.cuda.is_available() and not simulated:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 # On a CPU the first target of a process decides, and hybrid targets are compared in fp32.
 os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
@@ -57,12 +58,21 @@ def pytest_xdist_setupnodes() -> None:
     process.start()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without tests of the installed SGLang may import what it lacks."""
+    return None if releases.runs(str(collection_path.relative_to(config.rootpath))) else True
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of a shared server come one after another, and before all others.
 
     First of all plugins: `--stepwise` drops what it finds before the test that failed last.
     """
+    dropped = [item for item in items if not releases.runs(item.nodeid)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))

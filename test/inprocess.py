@@ -16,7 +16,9 @@ import torch
 import torch._dynamo
 import zmq
 
-if not torch.cuda.is_available():
+from test import releases
+
+if releases.OWN_STEP and not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch._dynamo.config.disable = True  # it may be imported before, and read the variable then

@@ -16,6 +16,7 @@ import requests
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tools.launch import Server
+from test import releases
 from test.adapters import write_adapter
 from test.forked import ForkedServer
 from test.plugins import distribution
@@ -25,7 +26,7 @@ STRICT = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_DFLASH_VERIFY_WIDTH": "auto",
+    "SGLANG_DFLASH_VERIFY_WIDTH": releases.VERIFY_WIDTH,
 }
 COMMON = (
     *("--model-path", str(TARGET)),
@@ -104,7 +105,11 @@ SHORT_RUN = (), {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}
 TWO_RANKS = "two ranks, small pool"
 SERVERS = {  # by the name that tests give
     "auto": Setup(ALL_FEATURES),
-    "page 16, ahead": Setup((*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16), family="dspark", mark="ci"),
+    "page 16, ahead": Setup(
+        (*ALL_FEATURES, *FULL, *AHEAD, *PAGE_16, *releases.RANKS),
+        family=releases.FAMILY,
+        mark="ci",
+    ),
     TWO_RANKS: Setup(("--tp", "2", "--page-size", "4", *SMALL_POOL, *COUNTED), family="dflash2"),
     "page 1": Setup(FULL, mark="full"),
     "page 256, no radix": Setup(
@@ -181,7 +186,7 @@ def running(
 
     Of a server that is a fixture, `test/server/conftest.py` shows it: a fixture gets no exception.
     """
-    arguments = [*COMMON, *(DFLASH if dflash else REFERENCE), *flags]
+    arguments = releases.flags(*COMMON, *(DFLASH if dflash else REFERENCE), *flags)
     given = {**os.environ, **STRICT, **(environment or {})}
     with (
         TemporaryDirectory() as folder,

@@ -12,7 +12,7 @@ import torch
 from sglang.srt import server_args as sglang_args
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.engine import draft_worker
+from sglang_dflash.engine.v0_5_13 import draft_worker
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
@@ -489,23 +489,23 @@ ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
         expected=MIXED,
     ),
     "dtype": Mutation(
-        "engine.draft_worker:draft_server_args",
+        "engine.v0_5_13.draft_worker:draft_server_args",
         'args.dtype = str(dtype).removeprefix("torch.")',
         "pass",
         kind="AWQ",
         expected=UNUSUAL["AWQ"],
     ),
     "kv_cache_dtype": Mutation(
-        "engine.draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+        "engine.v0_5_13.draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
     ),
     "context_length": Mutation(
-        "engine.draft_worker:draft_server_args", "args.context_length = context_len", "pass"
+        "engine.v0_5_13.draft_worker:draft_server_args", "args.context_length = context_len", "pass"
     ),
     "disable_cuda_graph": Mutation(
-        "engine.draft_worker:draft_server_args", "args.disable_cuda_graph = args.", "args."
+        "engine.v0_5_13.draft_worker:draft_server_args", "args.disable_cuda_graph = args.", "args."
     ),
     "attention of prefill and decode": Mutation(
-        "engine.draft_worker:draft_server_args",
+        "engine.v0_5_13.draft_worker:draft_server_args",
         "args.prefill_attention_backend = args.decode_attention_backend = None",
         "pass",
         given={"prefill_attention_backend": "triton"},

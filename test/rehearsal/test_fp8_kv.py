@@ -67,7 +67,10 @@ def test_all_kinds_of_requests(small: Path, backend: str, kv: str, page: int) ->
 def test_a_draft_with_kv_in_fp8_is_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutation: the draft takes over the flag of the target."""
     mutate(
-        monkeypatch, "engine.draft_worker:draft_server_args", 'args.kv_cache_dtype = "auto"', "pass"
+        monkeypatch,
+        "engine.v0_5_13.draft_worker:draft_server_args",
+        'args.kv_cache_dtype = "auto"',
+        "pass",
     )
     flags = flags_of("fa3", "fp8_e4m3")
     asked = answer(small, {"one": Asked(prompt(1, 5), N)}, **flags)

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import Tensor
 
-from sglang_dflash.cpu.gated_delta_net import TorchGatedDeltaNet
+from sglang_dflash.cpu.v0_5_13.gated_delta_net import TorchGatedDeltaNet
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.step.forward import VerifyInput

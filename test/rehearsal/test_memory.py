@@ -353,7 +353,7 @@ def test_the_buffers_of_a_narrower_draft(meter: Meter, small: Path, tmp_path: Pa
 def test_buffers_that_are_not_shared_are_seen(
     meter: Meter, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_for = "engine.draft_worker:draft_server_args"
+    made_for = "engine.v0_5_13.draft_worker:draft_server_args"
     mutate(monkeypatch, made_for, "width_of(block_size)", "width_of(block_size) - 1")
     with (
         start(small, dtype="float32", disable_cuda_graph=False) as run,

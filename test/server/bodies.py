@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
@@ -91,8 +92,9 @@ class Case:
 
 def sampling_schema() -> Schema:
     """The schema of the sampling parameters, which SGLang's OpenAPI calls an object."""
-    hints = get_type_hints(SamplingParams.__init__)
-    del hints["return"]
+    known = signature(SamplingParams).parameters
+    hints = get_type_hints(SamplingParams) or get_type_hints(SamplingParams.__init__)
+    hints = {name: hints[name] for name in known if name != "watermark"}  # of no pydantic type
     fields = {name: TypeAdapter(hint).json_schema() for name, hint in hints.items()}
     return {"type": "object", "properties": fields}
 

@@ -132,7 +132,7 @@ WHOSE = """
     [
         pytest.param(
             "",
-            "sglang_dflash.engine.build",
+            "sglang_dflash.engine.v0_5_13.build",
             "sglang_dflash.engine.plugin",
             ["dflash", "dflash_cpu", "dflash_guard"],
             id="all",
@@ -178,7 +178,7 @@ def breakages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
     another = str(distribution(folder, "sglang", "0.5.14"))
     return {
         "no hook on arg_groups.speculative_hook._handle_dflash": {"PYTHONPATH": renamed},
-        "SGLang is 0.5.14, this release serves 0.5.13.post1": {"PYTHONPATH": another},
+        "SGLang is 0.5.14, this release serves 0.5.13.post1 and 0.5.23": {"PYTHONPATH": another},
         "all": {"PYTHONPATH": f"{renamed}:{another}"},
     }
 

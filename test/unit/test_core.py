@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.cpu.paged_growth import grow
+from sglang_dflash.cpu.v0_5_13.paged_growth import grow
 from sglang_dflash.kernels.next_block import next_block_in_torch
 from sglang_dflash.method.acceptance import accept
 from sglang_dflash.step.reservation import ceil_align, longest, reserved_end

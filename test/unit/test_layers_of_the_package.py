@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "seam": {"errors"},
     "method": set(),
     "checkpoint": {"errors"},
-    "settings": {"errors", "checkpoint"},
+    "settings": {"errors", "checkpoint", "seam"},
     "kernels": {"method"},
     "model": {"method", "kernels", "checkpoint"},
     "step": {"method", "kernels", "model"},
@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": {"seam", "targets", "checkpoint"},
     "watch": {"errors"},
     "tiny": {"errors"},
-    "tools": {"errors", "checkpoint", "settings", "watch", "tiny"},
+    "tools": {"errors", "seam", "checkpoint", "settings", "watch", "tiny"},
 }
 ALLOWED["engine"] = ALLOWED.keys() - {"cpu", "tools", "tiny"}
 ALLOWED["__main__"] = {"tools"}

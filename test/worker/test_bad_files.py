@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint import hub
-from sglang_dflash.engine.v0_5_13 import hooks
+from sglang_dflash.engine import hooks
 from sglang_dflash.errors import Refusal
 from test.arguments import arguments, launch, refused
 from test.checkpoints import draft_config, draft_weights, write_draft

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.engine.v0_5_13.build import _draw
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.acceptance import accept
@@ -83,7 +85,7 @@ def draw_many(
         reqs.append(types.SimpleNamespace(sampling_params=params, custom_logit_processor=None))
     batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    draw = TargetSampler(Sampler(), RequestedRules(), Kernels.on("cpu"))
+    draw = TargetSampler(partial(_draw, Sampler()), RequestedRules(), Kernels.on("cpu"))
     torch.manual_seed(seed)
     zeros = torch.zeros(len(mix), width, dtype=torch.long)
     block = Block(zeros, zeros, zeros)

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_dflash.cpu.shims import KV_BYTES, _bytes_bound
+from sglang_dflash.cpu.limits import KV_BYTES, _bytes_bound
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
 from test.arguments import arguments

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_dflash.cpu import backends
-from sglang_dflash.cpu.shims import KV_BYTES, _bytes_bound
+from sglang_dflash.cpu.limits import KV_BYTES, _bytes_bound
+from sglang_dflash.cpu.v0_5_13 import backends
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.arguments import arguments
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft

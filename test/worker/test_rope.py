@@ -97,7 +97,7 @@ def test_a_target_with_yarn(target: str, draft: str, caplog: pytest.LogCaptureFi
     longer = {"rope_scaling": yarn, "max_position_embeddings": 2048}
     override: dict[str, Any] = {"json_model_override_args": json.dumps(longer)}
     prompt = [3 + i % 150 for i in range(600)]  # beyond the 512 positions of both configs
-    with caplog.at_level("INFO", "sglang_dflash.engine.v0_5_13.server_args"):
+    with caplog.at_level("INFO", "sglang_dflash.engine.server_args"):
         arguments(target, draft, **override)
     assert "The draft keeps the RoPE of its own config.json (theta 10000" in caplog.text
     with InProcess(target, **override) as engine:

@@ -1,0 +1,89 @@
+"""What differs between the releases of SGLang that are served: the one table of the tests.
+
+The same files are tests of every release. Those that `RUNS` names run on one of the later ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.seam import release
+
+OWN_STEP = release.has_own_scheduler_step()  # SGLang 0.5.13.post1
+# Flags of a test's servers that this release does not have, or that are refused with it. A flag
+# that has a value comes with it.
+LACKS: dict[str, int] = (
+    {}
+    if OWN_STEP
+    else {
+        "--cuda-graph-max-bs": 1,
+        "--enable-return-hidden-states": 0,
+        "--speculative-dflash-draft-ahead": 1,
+    }
+)
+FAMILY = "dspark" if OWN_STEP else "domino"  # of the server with pages of 16 tokens
+RANKS = () if OWN_STEP else ("--tp", "2")  # of the same: there is no other with two
+VERIFY_WIDTH = "auto" if OWN_STEP else "full"
+# Features of random requests that are refused.
+REFUSED = set() if OWN_STEP else {"hidden_states"}
+
+
+def is_defect(answer: Any) -> bool:
+    """Whether the reference fails at a request that is right, so that nothing can be compared.
+
+    SGLang 0.5.23 draws from a row where all tokens are forbidden, one by a grammar and its end by
+    `min_new_tokens`, and then its grammar fails.
+    """
+    failed = isinstance(answer, dict) and answer.get("status") == 500
+    return not OWN_STEP and failed and "Grammar accept_token failed" in answer["error"]
+
+
+def flags(*given: str) -> tuple[str, ...]:
+    """The flags of these that this release has."""
+    kept: list[str] = []
+    rest = iter(given)
+    for flag in rest:
+        if flag in LACKS:
+            for _ in range(LACKS[flag]):
+                next(rest)
+        else:
+            kept.append(flag)
+    return tuple(kept)
+
+
+# On a later release, the tests of these files and folders run. Others step the spec-v1 scheduler of
+# this package, look into its steps, or are of what is refused there.
+RUNS = (
+    "test/unit",
+    "test/v0_5_23",
+    "test/server/test_api.py",
+    "test/server/test_bad_requests.py",
+    "test/server/test_differential.py",
+    "test/server/test_ends.py",
+    "test/server/test_guard.py",
+    "test/server/test_rules_for_all.py",
+    "test/server/test_serving.py",
+)
+# But not these, by the beginning of their ids.
+LEFT_OUT = {
+    "test/server/test_api.py::test_a_streamed_stop_string_has_logprobs": "SGLang drops them",
+    "test/server/test_api.py::test_counters_and_metrics": "counts by block position",
+    "test/server/test_differential.py::test_random_requests_crossed": "two servers of all flags",
+    "test/server/test_differential.py::test_random_requests_of_latent_attention": "refused",
+    "test/server/test_differential.py::test_random_requests_with_adapters": "refused",
+    "test/server/test_rules_for_all.py::test_every_request_has_rules[strict thinking]": "refused",
+    "test/unit/test_bundled_pair.py": "steps the spec-v1 scheduler",
+    "test/unit/test_cli.py::test_a_server_that_fails": "of the watch page, which is refused",
+    "test/unit/test_cli.py::test_watch": "refused",
+    "test/unit/test_core.py": "of the spec-v1 step",
+    "test/unit/test_shims.py": "of functions that this SGLang has elsewhere, or not",
+}
+
+
+def runs(nodeid: str) -> bool:
+    """Whether a test, or a file or folder with tests, is one of the installed release."""
+    if OWN_STEP:
+        return not nodeid.startswith("test/v0_5_23")
+    if nodeid.startswith(tuple(LEFT_OUT)):
+        return False
+    return any(nodeid.startswith(name) or name.startswith(nodeid) for name in RUNS)

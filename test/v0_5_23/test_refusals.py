@@ -1,0 +1,115 @@
+"""What is served on SGLang 0.5.13.post1 and refused on 0.5.23, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.plugins import load_plugins
+
+from sglang_dflash.engine.v0_5_23 import rules
+from sglang_dflash.errors import Refusal
+from sglang_dflash.seam.resolving import Arguments
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.tiny import DRAFT, TARGET
+from test.checkpoints import write_latent_pair
+from training import hybrid
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs  # noqa: E402 - its functions have hooks now
+
+
+def resolved(target: Path = TARGET, draft: Path = DRAFT, **given: Any) -> Arguments:
+    """The arguments of a DFLASH server, resolved as its launch does it; raises `Refusal`."""
+    server_args = ServerArgs(
+        model_path=str(target),
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(draft),
+        **given,
+    )
+    server_args.resolve_once()
+    return Arguments(server_args)
+
+
+def refused(*args: Any, **given: Any) -> str:
+    with pytest.raises(Refusal) as error:
+        resolved(*args, **given)
+    return str(error.value)
+
+
+def test_what_is_set() -> None:
+    served = resolved(dtype="float32")
+    assert served.dflash.verify_widths == (16,)
+    assert served.dflash.reserved_tokens == 32
+    assert served.speculative_num_draft_tokens == 16
+    assert served.speculative_draft_attention_backend == "torch_native"
+    assert served.max_running_requests == 48
+    assert not served.disable_overlap_schedule
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_shorter_block(size: int) -> None:
+    assert resolved(speculative_dflash_block_size=size).dflash.block_size == size
+
+
+OTHER = {
+    "speculative_draft_kv_cache_dtype": "bfloat16",
+    "speculative_draft_sink_size": 4,
+    "decoupled_spec_role": "drafter",
+    "aux_hidden_state_capture": "last",
+    "ple_offload_embedding": "pinned",
+    "uno_lora_path": "adapter",
+    "sidecar": "program",
+    "lora_paths": ["one=adapter"],
+    "speculative_draft_window_size": 64,
+    "kv_cache_dtype": "fp8_e4m3",
+    "grammar_backend": "outlines",
+}
+
+
+@pytest.mark.parametrize("flag", rules.NEW_FLAGS + rules.OLD_FLAGS, ids=lambda flag: flag.name)
+def test_flags(flag: Any) -> None:
+    value = OTHER.get(flag.name, True if False in flag.served else 2)
+    text = refused(**{flag.name: value})
+    assert text.startswith(f"DFLASH does not work with {flag.flag}"), text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "names"),
+    [(VERIFY_WIDTH, "auto", "verifies whole blocks"), (DRAFT_AHEAD, "off", "launches each step")],
+)
+def test_options(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, names: str) -> None:
+    monkeypatch.setenv(variable, value)
+    assert names in refused()
+
+
+def changed_draft(folder: Path, **changes: Any) -> Path:
+    """The bundled draft with other fields of its method."""
+    shutil.copytree(DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"sample_from_anchor": True}, "predicts from the anchor"),
+        ({"target_layer_ids": [1, 3, 5, 7, 9]}, "reads the target's last layer"),
+    ],
+    ids=str,
+)
+def test_drafts(tmp_path: Path, changes: dict[str, Any], names: str) -> None:
+    assert names in refused(draft=changed_draft(tmp_path / "draft", **changes))
+
+
+def test_targets(tmp_path: Path) -> None:
+    target, draft = write_latent_pair(tmp_path)
+    assert "has latent attention (MLA)" in refused(target, draft)
+    target, draft = hybrid.assemble(tmp_path / "hybrid")
+    assert "has layers with recurrent states" in refused(target, draft)
