@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from sglang_dflash.engine import refusals
+from sglang_dflash.engine.v0_5_23 import rules as later_rules
 from sglang_dflash.errors import Rule
 
 PAGE = Path(__file__).parents[1] / "limits.md"
@@ -39,6 +40,7 @@ def tables() -> str:
         parts += [f"| {_together(those)} | {why} |\n" for why, those in subjects.items()]
         parts += _paragraph("Also refused", clear)
     parts += _paragraph("Refused on a CPU only", on_a_cpu)
+    parts += _paragraph("Refused on SGLang 0.5.23 only", [rule.subject for rule in later_rules.ALL])
     return "".join([*parts, "\n", END])
 
 
