@@ -15,7 +15,8 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.tiny import DRAFT, TARGET
-from test.checkpoints import write_latent_pair
+from test.checkpoints import write_draft, write_latent_pair
+from test.formats import speculators
 from training import hybrid
 
 load_plugins()
@@ -113,3 +114,12 @@ def test_targets(tmp_path: Path) -> None:
     assert "has latent attention (MLA)" in refused(target, draft)
     target, draft = hybrid.assemble(tmp_path / "hybrid")
     assert "has layers with recurrent states" in refused(target, draft)
+
+
+def test_flags_beside_a_speculators_draft_that_names_its_target(tmp_path: Path) -> None:
+    """The draft is --model-path, and nothing says DFLASH before its config is read."""
+    config, weights, _ = speculators()
+    config["speculators_config"]["verifier"]["name_or_path"] = str(TARGET)
+    draft = write_draft(tmp_path / "draft", config, weights)
+    with pytest.raises(Refusal, match="does not work with --enable-lora"):
+        ServerArgs(model_path=str(draft), enable_lora=True).resolve_once()

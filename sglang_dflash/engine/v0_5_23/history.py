@@ -39,8 +39,11 @@ def _in_flight(grammar_barrier: Any) -> dict[str, list[int]]:
         lens = [1] * len(batch.reqs)  # after a prefill
         if result.accept_lens is not None:
             lens = result.accept_lens.tolist()
+        # Of a request with a grammar, only the tokens that its grammar takes.
+        taken = result.grammar_retained_tokens or [None] * len(batch.reqs)
         for i, (req, count) in enumerate(zip(batch.reqs, lens, strict=True)):
             if req.finished() or req.is_retracted or req.inflight_middle_chunks > 0:
                 continue
-            found.setdefault(req.rid, []).extend(ids[i * stride :][:count])
+            tokens = ids[i * stride :][:count] if taken[i] is None else taken[i]
+            found.setdefault(req.rid, []).extend(tokens)
     return found

@@ -22,18 +22,19 @@ DFLASH_HOOKS = (
         "SGLang passes its own options on only",
         always,
     ),
+    # SGLang runs the later of two rows first, and this one needs the algorithm that it sets.
+    Hook(
+        "server_args.ServerArgs.resolve_once",
+        "BEFORE",
+        "engine.v0_5_23.server_args:check_flags",
+        "SGLang takes a folder that does not exist for the id of a hub, and changes some flags",
+    ),
     Hook(
         "server_args.ServerArgs.resolve_once",
         "BEFORE",
         "engine.v0_5_23.server_args:adopt_speculators_once",
         "a speculators checkpoint given as --model-path names its target inside",
         names_no_other,
-    ),
-    Hook(
-        "server_args.ServerArgs.resolve_once",
-        "BEFORE",
-        "engine.v0_5_23.server_args:check_flags",
-        "SGLang takes a folder that does not exist for the id of a hub, and changes some flags",
     ),
     Hook(
         "arg_groups.model_hook.handle_model_specific_adjustments",
