@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from sglang_dflash.seam import release
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tools.launch import Server, ServerFailed
 
 TIMERS = "dflash_step_timers"
+DECODE_GRAPHS = "--cuda-graph-max-bs-decode"  # since SGLang 0.5.19
 PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}
 FAMILIES = ("dspark", "dflash2", "domino")  # sides: ours, with a draft of this family
 
@@ -77,7 +79,8 @@ def make_side(
     flags = ["--model-path", str(args.model), "--dtype", args.dtype, "--sleep-on-idle"]
     flags += ["--max-total-tokens", str(args.max_total_tokens)]
     flags += ["--max-running-requests", str(args.max_running_requests)]
-    flags += ["--cuda-graph-max-bs", str(args.max_running_requests)]
+    graphs = "--cuda-graph-max-bs" if release.has_own_scheduler_step() else DECODE_GRAPHS
+    flags += [graphs, str(args.max_running_requests)]
     flags += ["--page-size", str(args.page_size), "--tp", str(args.tp)]
     flags += ["--random-seed", str(args.seed), *args.server_flags.split()]
     if args.attention_backend:

@@ -1,12 +1,13 @@
 """`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
-[--plain | --itself]`
+[--plain | --itself | --builtin]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
 is printed with its number; `--only NUMBER` replays it alone. `--itself` replaces the DFLASH server
 by a second one without speculation, and so shows what company alone changes. `--plain` asks
 a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
-company (`is_served_by_sglang`). A run that compares nothing fails.
+company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH. A run that compares nothing
+fails.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from test.servers import (
 from training import hybrid
 from training.families import FAMILIES
 
+BUILT_IN = "dflash_cpu,dflash_builtin_bench,forked"  # the last one is of the tests' servers
 KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -64,6 +66,7 @@ def main() -> int:
         "--plain", action="store_true", help="only requests that SGLang itself serves in company"
     )
     sides.add_argument("--itself", action="store_true", help="compare no speculation with itself")
+    sides.add_argument("--builtin", action="store_true", help="SGLang's own DFLASH, not ours")
     arguments, flags = parser.parse_known_args()
     if arguments.itself and arguments.family:
         parser.error("--itself has no draft, so no --family")
@@ -88,7 +91,9 @@ def main() -> int:
             served = without_speculation(*both, *flags)
         else:
             ours = (*ALL_FEATURES, *both, *own, *flags)
-            served = running(*ours, dflash=True, family=arguments.family)
+            plugins = {"SGLANG_PLUGINS": BUILT_IN} if arguments.builtin else {}
+            family = arguments.family
+            served = running(*ours, dflash=True, environment=plugins, family=family)
         other = stack.enter_context(served)
         wanted = is_served_by_sglang if arguments.plain or arguments.itself else lambda _: True
         urls = plain.url, other.url

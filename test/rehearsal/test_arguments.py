@@ -473,7 +473,9 @@ ARGUMENT_MUTATIONS = {  # key: the argument that the mutation makes wrong
         "server_args.disable_overlap_schedule = True",
         "pass",
     ),
-    "draft ahead": Mutation("settings.options:Options.read", "platform.draft_ahead", '"off"'),
+    "draft ahead": Mutation(
+        "settings.options:asked_ahead", "platform_of(server_args).draft_ahead", '"off"'
+    ),
     "verify attention": Mutation(
         "settings.platforms:verify_backend",
         "return str(prefill if",
