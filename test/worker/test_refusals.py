@@ -22,6 +22,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.engine import plugin
 from sglang_dflash.engine.refusals import check_flags, longest_request
 from sglang_dflash.errors import Refusal
+from sglang_dflash.seam import release
 from test.adapters import write_adapter
 from test.arguments import arguments, launch, refused
 from test.certificates import write_certificate
@@ -342,8 +343,10 @@ ServerArgs(model_path={target!r}, speculative_algorithm="dflash",
 
 
 def test_another_sglang(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "version", lambda _: "0.5.14")
-    with pytest.raises(Refusal, match=r"SGLang is 0\.5\.14, this release serves"):
+    monkeypatch.setattr(release, "installed", lambda: "0.5.14")
+    with pytest.raises(
+        Refusal, match=r"SGLang is 0\.5\.14, this release serves 0\.5\.13\.post1 and"
+    ):
         arguments(target, draft)
 
 
