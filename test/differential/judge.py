@@ -14,6 +14,7 @@ IGNORED = {  # fields that differ between any two servers
     "e2e_latency",
     "cached_tokens",
     "weight_version",
+    "weight_versions",  # of SGLang 0.5.23
     "prompt_tokens_details",
     "cached_tokens_details",
     "num_retractions",
