@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+from sglang_dflash.cpu.hook_table import EVERYWHERE
 from sglang_dflash.seam.hook import Hook
 
 CPU_HOOKS = (
+    *EVERYWHERE,
     Hook(
         "model_executor.model_runner.ModelRunner._get_attention_backend_from_str",
         "AROUND",
@@ -24,12 +26,6 @@ CPU_HOOKS = (
         "AROUND",
         "cpu.v0_5_13.shims:plain_rope",
         "SGLang makes no plain RoPE for latent attention on a CPU",
-    ),
-    Hook(
-        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-        "REPLACE",
-        "cpu.shims:no_kv_copy_kernel",
-        "Triton kernel",
     ),
     Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
@@ -82,12 +78,6 @@ CPU_HOOKS = (
         "REPLACE",
         "cpu.shims:murmur_hash32",
         "Triton kernel",
-    ),
-    Hook(
-        "batch_invariant_ops.enable_batch_invariant_mode",
-        "REPLACE",
-        "cpu.shims:skip_batch_invariant_mode",
-        "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
     Hook(
         "arg_groups.speculative_hook.handle_speculative_decoding",

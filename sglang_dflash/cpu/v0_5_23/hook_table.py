@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dflash.cpu.hook_table import EVERYWHERE
 from sglang_dflash.seam.hook import Hook
 
 CPU_HOOKS = (
-    Hook(
-        "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-        "REPLACE",
-        "cpu.shims:no_kv_copy_kernel",
-        "Triton kernel",
-    ),
+    *EVERYWHERE,
     Hook(
         "mem_cache.allocation.assign_req_to_token_pool_func",
         "REPLACE",
@@ -33,12 +29,6 @@ CPU_HOOKS = (
             "waits for CUDA",
         )
         for function in ("release_memory_occupation", "resume_memory_occupation")
-    ),
-    Hook(
-        "batch_invariant_ops.enable_batch_invariant_mode",
-        "REPLACE",
-        "cpu.shims:skip_batch_invariant_mode",
-        "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
 )
 
