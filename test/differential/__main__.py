@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +43,9 @@ def show(report: Report, seed: int) -> None:
     for request, found in report.differing:
         print(f"\nREQUEST {request.number} (seed {seed}) DIFFERS: {found}")
         print(f"  {request.path} {json.dumps(request.body)[:1500]}")
-    print(json.dumps({"features": dict(sorted(report.features.items()))}))
+    differing = Counter(name for request, _ in report.differing for name in request.features)
+    features = {name: [differing[name], n] for name, n in sorted(report.features.items())}
+    print(json.dumps({"features": features, "of each": ["differing", "compared"]}))
     counts = {"compared": report.compared, "differing": len(report.differing)}
     print(json.dumps({"seed": seed, **counts}))
 
