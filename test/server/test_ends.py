@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from test.differential.draw import TAG
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat
 
@@ -22,6 +24,8 @@ ENDS: dict[str, dict[str, Any]] = {
     "a grammar": SENTENCE,
     "a grammar, but not the end token": SENTENCE | {"ignore_eos": True},
     "a grammar before the least length": SENTENCE | {"min_new_tokens": 35},
+    "the end token as the end of a grammar": {"structural_tag": json.dumps(TAG)},
+    "a grammar that ends inside a block": {"structural_tag": json.dumps(TAG), "ignore_eos": True},
     "a stop string inside of a grammar": SENTENCE | {"stop": ["e"]},
 }
 

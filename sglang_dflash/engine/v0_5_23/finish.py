@@ -12,7 +12,9 @@ from typing import Any
 
 from sglang_dflash.seam.patched import temporarily
 
-ENDED = "ended"
+# What the grammar of a request says of the last tokens that it got.
+ENDED = "ended"  # by the last one
+FOLLOWED = "followed"  # ended by the one before
 
 
 def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, tokens: Any) -> Any:
@@ -27,7 +29,8 @@ def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, to
         return run[:1]
     taken = original(processor, req, run)
     if req.grammar.is_terminated():
-        req.dflash_late = ENDED
+        req.dflash_late = ENDED if len(taken) == len(run) else FOLLOWED
+        taken = run[: len(taken) + 1]
     elif len(taken) < len(run) and run is tokens:  # not after a prefill
         req.dflash_late, req.to_finish = req.to_finish, None
         taken = run[: len(taken) + 1]
@@ -38,7 +41,7 @@ def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: i
     """AROUND `Req.update_finish_state`: the first token that ends a request is its last."""
     late, req.dflash_late = getattr(req, "dflash_late", None), None
     params, output = req.sampling_params, req.output_ids
-    if params.stop_strs or params.stop_regex_strs:
+    if params.stop_strs or params.stop_regex_strs or late == FOLLOWED:
         for end in range(len(output) - new_accepted_len + 1, len(output)):
             with temporarily(req, output_ids=output[:end], grammar=None):
                 original(req)
@@ -46,7 +49,7 @@ def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: i
                 req.finished_len = end if req.finished_len is None else req.finished_len
                 return
         new_accepted_len = 1
-    with temporarily(req, grammar=req.grammar if late is None else None):
+    with temporarily(req, grammar=req.grammar if late in (None, FOLLOWED) else None):
         original(req, new_accepted_len)
-    if late not in (None, ENDED) and not req.finished():
+    if late not in (None, ENDED, FOLLOWED) and not req.finished():
         req.to_finish = late
