@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from sglang_dflash.checkpoint.fit import defects
 from sglang_dflash.engine.target_rules import joined
 from sglang_dflash.errors import BUILT_IN, Refusal, Rule
+from sglang_dflash.seam import release
 from sglang_dflash.settings.facts import DraftFacts
 
 PICKLED_FORMATS = ("pt", "npcache")
@@ -27,7 +29,9 @@ UNSERVED = {
 
 
 def _defect(facts: DraftFacts) -> Refusal | None:
-    width = facts.draft.width_of(facts.args.speculative_num_draft_tokens)
+    width = facts.args.speculative_num_draft_tokens
+    if release.has_own_scheduler_step():
+        width = facts.draft.width_of(width)
     return joined(defects(facts.draft, facts.tensors, width))
 
 
@@ -57,7 +61,22 @@ def _unserved_windows(facts: DraftFacts) -> str:
 
 def block_size(facts: DraftFacts) -> int:
     """The served block: an explicit flag, else the longest."""
-    return next(iter(_block_sizes(facts)), facts.draft.block_size)
+    return next(iter(_block_sizes(facts)), longest_block(facts))
+
+
+def longest_block(facts: DraftFacts) -> int:
+    """Positions of a whole block. SGLang's own worker verifies as many as the draft reads."""
+    return facts.draft.block_size if release.has_own_scheduler_step() else facts.draft.draft_width
+
+
+class _Impossible(NamedTuple):
+    size: int
+    longest: int
+
+
+def _impossible_block(facts: DraftFacts) -> _Impossible | None:
+    size, longest = block_size(facts), longest_block(facts)
+    return None if 2 <= size <= longest else _Impossible(size, longest)
 
 
 def _block_sizes(facts: DraftFacts) -> list[int]:
@@ -90,10 +109,10 @@ FIRST: tuple[Rule[DraftFacts], ...] = (
     ),
     Rule(
         "a block size other than 2 to the draft's",
-        lambda f: not 2 <= block_size(f) <= f.draft.block_size and str(block_size(f)),
-        "The block size {found} is not possible: a block of this draft has at most "
-        "{f.draft.block_size}.",
-        "Give 2 to {f.draft.block_size}. The anchor counts.",
+        _impossible_block,
+        "The block size {found.size} is not possible: a block of this draft has at most "
+        "{found.longest}.",
+        "Give 2 to {found.longest}. The anchor counts.",
     ),
     Rule(
         "`--speculative-draft-window-size` smaller than a block",

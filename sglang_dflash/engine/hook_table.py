@@ -39,4 +39,47 @@ EVERYWHERE = (
         "engine.refusals:check_running",
         "a running server can be given settings that are refused when it starts",
     ),
+    Hook(
+        "entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+        "AROUND",
+        "streams.detokenizer:launch",
+        "SGLang sends characters twice where two chunks in a row end inside one",
+    ),
+    Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+        "AROUND",
+        "streams.chat:chat_stream",
+        "SGLang's parsers, and its streamed top logprobs, are right for one token a chunk only",
+    ),
+    Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
+        "AROUND",
+        "streams.chat:chunks_of_a_stream",
+        "SGLang drops the logprobs of tokens that add no text, as of a stop string",
+    ),
+    Hook(
+        "entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
+        "AROUND",
+        "streams.chat:harmony_stream",
+        "of a chunk of several tokens, SGLang sends the text of the last",
+    ),
+    Hook(
+        "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.__post_init__",
+        "AFTER",
+        "report.hooks:count_steps",
+        "the labels of Prometheus are known only there",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.get_init_info",
+        "AFTER",
+        "report.hooks:describe",
+        "/server_info shows the server arguments, but not what the plugin made of them",
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor.forward",
+        "AROUND",
+        "engine.capture:append_final_state",
+        "the last layer's state is known only there",
+        always,
+    ),
 )

@@ -28,7 +28,7 @@ def dflash() -> None:
         return
     hooks = release.module("engine", "hook_table")
     register(hooks.DFLASH_HOOKS, "sglang_dflash")
-    prepare(is_dflash, add_page if release.has_own_scheduler_step() else _nothing_more)
+    prepare(is_dflash, add_page)
     if _has_cuda():
         register(hooks.CUDA_HOOKS, "sglang_dflash")  # their targets load only on CUDA
 
@@ -137,10 +137,6 @@ def _print_refusals_plainly() -> None:
             shown(kind, error, trace)
 
     sys.excepthook = excepthook
-
-
-def _nothing_more(app: Any) -> None:
-    """SGLang's own worker keeps no steps that a page could show."""
 
 
 def _has_accelerator() -> bool:

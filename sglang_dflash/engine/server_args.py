@@ -105,7 +105,7 @@ def serve_draft(server_args: Any) -> DraftFacts:
 
 
 def _set_block_size(facts: DraftFacts) -> None:
-    size, longest = draft_rules.block_size(facts), facts.draft.block_size
+    size, longest = draft_rules.block_size(facts), draft_rules.longest_block(facts)
     facts.args.speculative_num_draft_tokens = size
     if size < longest:
         logger.warning(

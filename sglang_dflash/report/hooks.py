@@ -29,9 +29,12 @@ def meta_info(
     # It is 0 if every step verified only the anchor.
     meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / max(1, verified)
     block_size = tokenizer_manager.server_args.speculative_num_draft_tokens
-    meta_info["spec_accepted_per_position"] = [
-        sum(counts[position:]) for position in range(1, block_size)
-    ]
+    meta_info["spec_accepted_per_position"] = accepted_per_position(counts, block_size)
+
+
+def accepted_per_position(histogram: list[int], block_size: int) -> list[int]:
+    """Entry p - 1: the steps that accepted the draft at block position p. histogram: SGLang's."""
+    return [sum(histogram[position:]) for position in range(1, block_size)]
 
 
 def watched_steps(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,27 +48,36 @@ class RequestCounts:
 
 
 class StepLog:
-    """Keeps the last steps of requests that are watched, after `RequestCounts`.
+    """Keeps the steps of requests that are watched.
 
     The host waits for a copy of their drafts, and so for all work that is queued.
     """
 
+    def __init__(self, keep: Callable[[Any, Step], None]) -> None:
+        """keep: where a step is kept, by SGLang's `Req`."""
+        self._keep = keep
+
     def observe(self, step: CommittedStep) -> None:
         if not any(is_watched(req) for req in step.reqs):
             return
-        now, drafts = time.monotonic(), step.drafted.token_ids[:, 1:].tolist()
+        now, drafts = time.monotonic(), step.drafts()
         for req, ids, width, each in zip(
             step.reqs, drafts, step.widths, step.committed, strict=True
         ):
-            if not is_watched(req):
-                continue
-            histogram, count = req.spec_correct_drafts_histogram, len(each.tokens)
-            if histogram.steps is None:
-                histogram.steps = new_log()
-            place = len(req.output_ids) - count
-            histogram.steps.append(
-                Step(ids, width - 1, each.num_accepted, count, place, len(step.reqs), now)
-            )
+            if is_watched(req):
+                count, place = len(each.tokens), each.place
+                self._keep(
+                    req,
+                    Step(ids, width - 1, each.num_accepted, count, place, len(step.reqs), now),
+                )
+
+
+def keep_in_histogram(req: Any, step: Step) -> None:
+    """Keep the last steps of a request with its counts, which `RequestCounts` makes before."""
+    histogram = req.spec_correct_drafts_histogram
+    if histogram.steps is None:
+        histogram.steps = new_log()
+    histogram.steps.append(step)
 
 
 class MeanWidth:
@@ -124,8 +133,8 @@ class LowAcceptance:
 class StepMetrics:
     """Prometheus: counters by block position, histograms of steps and of their parts."""
 
-    def __init__(self, block_size: int, labels: dict[str, Any]) -> None:
-        """labels: SGLang's own, with their values."""
+    def __init__(self, block_size: int, labels: dict[str, Any], parts: Sequence[str]) -> None:
+        """labels: SGLang's own, with their values; parts: those of a step that are timed."""
         from prometheus_client import Counter, Histogram  # SGLang first sets their directory
 
         names, values = list(labels), list(labels.values())
@@ -157,7 +166,7 @@ class StepMetrics:
         times = [0.0005 * 2**i for i in range(13)]  # 0.5 ms to 2 s
         self.seconds = {
             part: histogram(f"spec_{part}_seconds", f"Time to {part} the blocks of a batch.", times)
-            for part in ("draft", "verify", "commit")
+            for part in parts
         }
 
     def observe(self, step: CommittedStep) -> None:

@@ -13,8 +13,6 @@ from sglang_dflash import __version__
 from sglang_dflash.report.metrics import (
     LowAcceptance,
     MeanWidth,
-    RequestCounts,
-    StepLog,
     StepMetrics,
 )
 from sglang_dflash.settings.options import Options
@@ -23,20 +21,27 @@ from sglang_dflash.step.policies import StepObserver
 
 logger = logging.getLogger(__name__)
 
+PARTS = ("draft", "verify", "commit")  # of a step, that are timed
+
 
 class Report:
     """The reports of one rank."""
 
     def __init__(
-        self, server_args: ServerArgs, draft: ModelRunner, options: Options, clock: StepClock
+        self,
+        server_args: ServerArgs,
+        draft: ModelRunner,
+        options: Options,
+        clock: StepClock | None,
     ) -> None:
+        """clock: None if nothing is timed."""
         self._server_args = server_args
         self._draft = draft
         self._options = options
         self._clock = clock
         self._mean_width = MeanWidth()
         self.low_acceptance = LowAcceptance(options.block_size)
-        self.observers: list[StepObserver] = [RequestCounts(), StepLog(), self._mean_width]
+        self.observers: list[StepObserver] = [self._mean_width]
 
     def begin(self) -> None:
         """Log how the draft is served, and watch its acceptance. One rank does this."""
@@ -56,10 +61,12 @@ class Report:
         return self._mean_width.take()
 
     def count_steps(self, labels: dict[str, Any]) -> None:
-        metrics = StepMetrics(self._options.block_size, labels)
+        parts = () if self._clock is None else PARTS
+        metrics = StepMetrics(self._options.block_size, labels, parts)
         self.observers.append(metrics)
-        for part, histogram in metrics.seconds.items():
-            self._clock.observe[part] = histogram.observe
+        if self._clock is not None:
+            for part, histogram in metrics.seconds.items():
+                self._clock.observe[part] = histogram.observe
 
     def description(self) -> dict[str, Any]:
         args, draft, options = self._server_args, self._draft.model.dflash, self._options

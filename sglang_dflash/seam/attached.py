@@ -7,6 +7,7 @@ ATTACHED = {
     "dflash_flags": "of `ServerArgs`: the flags of this package on their command line",
     "dflash_path": "of the draft's Transformers config: the folder of its checkpoint",
     "dflash_late": "of a `Req`: what its grammar says of its last token, if that is no end",
+    "dflash_drafts": "of a `GenerationBatchResult`: the drafts of watched requests",
     "dflash_slots": "of the target's `ReqToTokenPool`: the slots that a step needs next",
     "dflash_target": "of a `LogitsProcessor`: it is the target's",
     "dflash_append_final": "of the target's `LogitsProcessor`: append the last layer's state",

@@ -60,7 +60,9 @@ class Committer:
         num_committed = [len(ids) for ids in tokens]
         lens = [req.kv_committed_len for req in batch.reqs]
         self._states.commit(batch.req_pool_indices, num_committed, lens)
-        step = CommittedStep(batch.reqs, drafted, widths, committed)
+        step = CommittedStep(
+            batch.reqs, lambda: drafted.token_ids[:, 1:].tolist(), widths, committed
+        )
         for observer in self.observers:
             observer.observe(step)
         if batch.return_logprob:
@@ -83,13 +85,14 @@ class Committer:
         sampled = outcome.sampled.tolist()
         accepted = outcome.num_accepted.tolist()
         for req, ids, num_accepted in zip(batch.reqs, sampled, accepted, strict=True):
+            place = len(req.output_ids)
             num_committed = append_until_finished(req, ids[: num_accepted + 1])
             tokens = ids[:num_committed]
             num_accepted = min(num_accepted, num_committed)
             _count(req, num_committed, num_accepted)
             if think_end is not None and req.require_reasoning:
                 req.update_reasoning_tokens(tokens, think_end)
-            committed.append(CommittedTokens(tokens, num_accepted))
+            committed.append(CommittedTokens(tokens, num_accepted, place))
         return committed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,6 +94,7 @@ class CommittedTokens:
 
     tokens: list[int]
     num_accepted: int  # drafts among them
+    place: int  # index of the first of them in the answer
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class CommittedStep:
     """What a step did, by request."""
 
     reqs: list[Req]
-    drafted: Block  # the whole block, of which a part was verified
+    drafts: Callable[[], list[list[int]]]  # of whole blocks; the host may wait for their copy
     widths: list[int]  # positions that were verified
     committed: list[CommittedTokens]
 

@@ -21,6 +21,8 @@ from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_O
 from sglang.srt.utils.patch_tokenizer import decode_without_hf_kwargs
 from sglang.utils import find_printable_text
 
+from sglang_dflash.seam import release
+
 OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
@@ -60,7 +62,7 @@ async def chunks_of_a_stream(
             index=chat["index"],
             content="",
             logprobs=choice_logprobs,
-            usage=_usage(chat) if chat["continuous_usage_stats"] else None,
+            usage=_usage(serving, chat) if chat["continuous_usage_stats"] else None,
         )
 
 
@@ -70,10 +72,12 @@ def _has_logprobs(chunk: str) -> bool:
     return any(choice.get("logprobs") is not None for choice in event["choices"])
 
 
-def _usage(chat: dict[str, Any]) -> Any:
+def _usage(serving: Any, chat: dict[str, Any]) -> Any:
     """The usage of a choice so far, as SGLang's own chunks have it."""
     counts = ("prompt_tokens", "reasoning_tokens", "completion_tokens")
     so_far = {name: chat[name].get(chat["index"], 0) for name in counts}
+    if not release.has_own_scheduler_step():
+        so_far["cached_tokens"] = serving._continuous_usage_cached_details(chat["content"])
     return UsageProcessor.calculate_token_usage(**so_far).model_dump()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from sglang_dflash.errors import Refusal
-from sglang_dflash.seam import release
 from sglang_dflash.tools import serve
 from sglang_dflash.tools.launch import Server
 from sglang_dflash.watch import page
@@ -19,11 +17,6 @@ def run(url: str | None, port: int, api_key: str | None) -> NoReturn:
     """
     if url is not None:
         page.serve(page.page(url, api_key=api_key), port)
-    if not release.has_own_scheduler_step():
-        raise Refusal(
-            f"SGLang is {release.installed()}, whose worker does not keep the steps of an answer.",
-            "Install sglang==0.5.13.post1 to watch blocks.",
-        )
     print("Starting the bundled pair with and without DFLASH ...", flush=True)
     added = serve.environment()
     with (

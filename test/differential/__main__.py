@@ -6,7 +6,8 @@ server the same in random company, and compares every field of every answer. A r
 is printed with its number; `--only NUMBER` replays it alone. `--itself` replaces the DFLASH server
 by a second one without speculation, and so shows what company alone changes. `--plain` asks
 a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
-company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH. A run that compares nothing
+company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH, whose server ends if two
+requests of a batch have a custom_logit_processor each (`--without` it). A run that compares nothing
 fails.
 """
 
@@ -22,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
-from test.differential.draw import is_served_by_sglang
+from test.differential.draw import Request, is_served_by_sglang
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
     ADAPTERS,
@@ -70,6 +71,9 @@ def main() -> int:
     )
     sides.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     sides.add_argument("--builtin", action="store_true", help="SGLang's own DFLASH, not ours")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="FEATURE", help="leave out requests with these"
+    )
     arguments, flags = parser.parse_known_args()
     if arguments.itself and arguments.family:
         parser.error("--itself has no draft, so no --family")
@@ -98,7 +102,12 @@ def main() -> int:
             family = arguments.family
             served = running(*ours, dflash=True, environment=plugins, family=family)
         other = stack.enter_context(served)
-        wanted = is_served_by_sglang if arguments.plain or arguments.itself else lambda _: True
+        asks_plainly = arguments.plain or arguments.itself
+
+        def wanted(request: Request) -> bool:
+            left_out = bool(set(request.features) & set(arguments.without))
+            return not left_out and (is_served_by_sglang(request) or not asks_plainly)
+
         urls = plain.url, other.url
         report = compare(arguments.seed, numbers, *urls, bounds, names, wanted)
     show(report, arguments.seed)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test.server.conftest import on
 from test.servers import Client, chat, running
@@ -115,7 +116,7 @@ def test_chat(incremental: Client, logprobs: bool) -> None:
 
 def test_responses(incremental: Client) -> None:
     """SGLang's last event has the text of the last chunk."""
-    body = {"model": "x", "input": PROMPTS[0], "temperature": 0, "max_output_tokens": 60}
+    body = {"model": str(TARGET), "input": PROMPTS[0], "temperature": 0, "max_output_tokens": 60}
     whole = incremental.post("/v1/responses", body).json()
     *_, last = events(incremental, "/v1/responses", body)
     assert last["type"] == "response.completed"

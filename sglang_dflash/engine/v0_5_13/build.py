@@ -22,6 +22,7 @@ from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.logprobs import SGLangLogprobs
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.report.metrics import RequestCounts, StepLog, keep_in_histogram
 from sglang_dflash.report.worker import Report
 from sglang_dflash.settings.options import Options
 from sglang_dflash.settings.platforms import platform_of, verify_backend
@@ -100,6 +101,7 @@ def build_worker(
             plans=verify_backend(server_args) != "flashinfer",
         )
     report = Report(server_args, draft, options, clock)
+    report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
     if rank["tp_rank"] == 0:
         report.begin()
     _keep_block_in_pool(target_worker, options.reserved_tokens)

@@ -86,13 +86,6 @@ DFLASH_HOOKS = (
         "the last layer can be a target layer",
     ),
     Hook(
-        "layers.logits_processor.LogitsProcessor.forward",
-        "AROUND",
-        "engine.v0_5_13.hooks:append_final_state",
-        "the last layer's state is known only there",
-        always,
-    ),
-    Hook(
         "layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         "AROUND",
         "engine.v0_5_13.hooks:logits_of_a_verify",
@@ -119,47 +112,11 @@ DFLASH_HOOKS = (
         "SGLang has no field for the drafts of a step",
     ),
     Hook(
-        "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.__post_init__",
-        "AFTER",
-        "report.hooks:count_steps",
-        "the labels of Prometheus are known only there",
-    ),
-    Hook(
         "managers.scheduler_components.metrics_reporter"
         ".SchedulerMetricsReporter.report_decode_stats",
         "AROUND",
         "report.hooks:verified_drafts",
         "SGLang's accept rate assumes that blocks are verified whole",
-    ),
-    Hook(
-        "managers.scheduler.Scheduler.get_init_info",
-        "AFTER",
-        "report.hooks:describe",
-        "/server_info shows the server arguments, but not what the plugin made of them",
-    ),
-    Hook(
-        "entrypoints.engine.Engine._launch_detokenizer_subprocesses",
-        "AROUND",
-        "streams.detokenizer:launch",
-        "SGLang sends characters twice where two chunks in a row end inside one",
-    ),
-    Hook(
-        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
-        "AROUND",
-        "streams.chat:chat_stream",
-        "SGLang's parsers, and its streamed top logprobs, are right for one token a chunk only",
-    ),
-    Hook(
-        "entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
-        "AROUND",
-        "streams.chat:chunks_of_a_stream",
-        "SGLang drops the logprobs of tokens that add no text, as of a stop string",
-    ),
-    Hook(
-        "entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
-        "AROUND",
-        "streams.chat:harmony_stream",
-        "of a chunk of several tokens, SGLang sends the text of the last",
     ),
     Hook(
         "layers.utils.logprob.get_token_ids_logprobs_raw",

@@ -10,6 +10,7 @@ import torch
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.served import draft_config
+from sglang_dflash.engine.capture import capture
 from sglang_dflash.model.target_parts import logits_processor
 from sglang_dflash.settings.platforms import platform_of
 
@@ -34,54 +35,14 @@ def parse_draft_config(*, draft_hf_config: Any) -> CaptureConfig:
 
 
 def capture_layers(original: Callable[..., None], runner: Any) -> None:
-    """AROUND `ModelRunner.init_aux_hidden_state_capture`: capture the last layer, too.
-
-    SGLang captures before layer k + 1, which does not exist for the last layer. The LM head reads
-    the output of the last layer, so the logits processor appends it (see `append_final_state`). It
-    is also Transformers' `hidden_states[L]`, the state after the final norm. Drafts are trained on
-    this state.
-    """
+    """AROUND `ModelRunner.init_aux_hidden_state_capture`: capture the last layer, too."""
     if not runner.dflash_use_aux_hidden_state:
         return original(runner)
-    last = runner.model_config.hf_text_config.num_hidden_layers - 1
-    ids, processor = runner.dflash_target_layer_ids, logits_processor(runner.model)
-    processor.dflash_target = True
-    if ids[-1] == last or runner.server_args.enable_return_hidden_states:
-        processor.dflash_append_final = True
-    captured = [i for i in ids if i < last]
-    if captured:
-        try:
-            runner.model.set_dflash_layers_to_capture(captured)
-        except AttributeError:  # no such hook, or Qwen3-VL's, which its text model does not support
-            # EAGLE3's hook counts layers the same way in every class of this SGLang that gets here.
-            runner.model.set_eagle3_layers_to_capture(captured)
+    layers = runner.model_config.hf_text_config.num_hidden_layers
+    logits_processor(runner.model).dflash_target = True
+    final_too = runner.server_args.enable_return_hidden_states
+    capture(runner.model, runner.dflash_target_layer_ids, layers, final_too)
     return None
-
-
-def append_final_state(
-    original: Any,
-    processor: Any,
-    input_ids: Any,
-    hidden_states: Any,
-    lm_head: Any,
-    logits_metadata: Any,
-    aux_hidden_states: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """AROUND `LogitsProcessor.forward`: add the last layer's state after the captured ones."""
-    if aux_hidden_states is not None and getattr(processor, "dflash_append_final", False):
-        aux_hidden_states = [*aux_hidden_states, hidden_states]
-    return original(
-        processor,
-        input_ids,
-        hidden_states,
-        lm_head,
-        logits_metadata,
-        aux_hidden_states,
-        *args,
-        **kwargs,
-    )
 
 
 def logits_of_a_verify(original: Any, processor: Any, logits: Any, metadata: Any) -> Any:

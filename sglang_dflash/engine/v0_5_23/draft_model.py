@@ -34,11 +34,14 @@ class DFlashDraftModel(draft.DFlashDraftModel):
     ) -> LogitsProcessorOutput:
         """Draft blocks: [B * N, 1] int64 as `hidden_states`, the anchors in front of their drafts.
 
+        A draft that predicts from the anchor has one draft more than the worker verifies.
+
         input_embeds: the worker's, which know neither a mask of its own nor a scale.
         """
+        width = self.head.width
         output = super().forward(input_ids, positions, forward_batch)
-        anchors = input_ids.view(-1, self.head.width)[:, :1]
-        drafts = output.hidden_states.view(len(anchors), -1)
+        anchors = input_ids.view(-1, width)[:, :1]
+        drafts = output.hidden_states.view(len(anchors), -1)[:, : width - 1]
         output.hidden_states = torch.cat([anchors, drafts], dim=1).view(-1, 1)
         return output
 

@@ -57,6 +57,14 @@ DFLASH_HOOKS = (
         always,
     ),
     Hook(
+        "model_executor.model_runner_components.attention_backend_setup"
+        ".configure_aux_hidden_state_capture",
+        "AROUND",
+        "engine.v0_5_23.hooks:capture_layers",
+        "the last layer can be a target layer",
+        process_serves_dflash,
+    ),
+    Hook(
         "speculative.dflash_utils.apply_dflash_verify_logits_adjustments",
         "AROUND",
         "engine.v0_5_23.hooks:no_adjustments",
@@ -92,10 +100,24 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
-        "managers.scheduler.Scheduler.get_init_info",
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._resolve_spec_v2_tokens",
+        "AROUND",
+        "engine.v0_5_23.report:observe",
+        "the worker does not learn of steps whose request had ended",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
-        "report.hooks:describe",
-        "/server_info shows the server arguments, but not what the plugin made of them",
+        "engine.v0_5_23.report:by_position",
+        "SGLang has no field for acceptance by block position",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+        "AROUND",
+        "engine.v0_5_23.report:watched_steps",
+        "SGLang has no field for the drafts of a step",
     ),
 )
 CUDA_HOOKS: tuple[Hook, ...] = ()

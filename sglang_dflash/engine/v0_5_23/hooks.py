@@ -10,7 +10,10 @@ from sglang.srt.speculative.dflash_utils import DFlashDraftConfig
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.engine import hooks
+from sglang_dflash.engine.capture import capture
 from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.seam import release
+from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import flags_of
 
 
@@ -42,7 +45,7 @@ def parse_draft_config(original: Callable[..., Any], *, draft_hf_config: Any) ->
     return DFlashDraftConfig(
         num_hidden_layers=config.num_layers,
         num_target_layers=config.num_target_layers,
-        block_size=config.block_size,
+        block_size=config.draft_width,
         target_layer_ids=list(config.target_layer_ids),
         mask_token="mask",  # by its id, whatever the name
         mask_token_id=config.mask_token_id,
@@ -58,6 +61,28 @@ def parse_draft_config(original: Callable[..., Any], *, draft_hf_config: Any) ->
         gru_hidden_dim=None,
         emb_dim=None,
     )
+
+
+def capture_layers(
+    original: Callable[..., None],
+    *,
+    model: Any,
+    dflash_use_aux_hidden_state: bool,
+    dflash_target_layer_ids: list[int],
+    **others: Any,
+) -> None:
+    """AROUND `configure_aux_hidden_state_capture`: capture the last layer, too."""
+    if not dflash_use_aux_hidden_state:
+        original(
+            model=model,
+            dflash_use_aux_hidden_state=False,
+            dflash_target_layer_ids=dflash_target_layer_ids,
+            **others,
+        )
+        return
+    arguments = Arguments(release.server_args())
+    layers = arguments.get_model_config().hf_text_config.num_hidden_layers
+    capture(model, dflash_target_layer_ids, layers, arguments.enable_return_hidden_states)
 
 
 def no_adjustments(original: Callable[..., None], **given: Any) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang_dflash.engine.flag_rules import Flag
 from sglang_dflash.engine.target_rules import has_windows
 from sglang_dflash.errors import Rule
-from sglang_dflash.settings.facts import DraftFacts, Facts
+from sglang_dflash.settings.facts import Facts
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.targets.hybrid import keeps_states
 
@@ -114,31 +114,5 @@ TARGETS: tuple[Rule[Facts], ...] = (
         OLDER,
     ),
 )
-DRAFTS: tuple[Rule[DraftFacts], ...] = (
-    Rule(
-        "drafts that predict from the anchor",
-        lambda f: f.draft.sample_from_anchor,
-        "The draft {f.draft.path} predicts from the anchor, so it reads one position fewer than "
-        "the target verifies. The worker of SGLang 0.5.23 has one width for both.",
-        OLDER,
-    ),
-    Rule(
-        "drafts that read the target's last layer",
-        lambda f: f.draft.target_layer_ids[-1] == f.target.hf_text_config.num_hidden_layers - 1,
-        "The draft {f.draft.path} reads the target's last layer, which SGLang 0.5.23 does not "
-        "capture.",
-        OLDER,
-    ),
-    Rule(
-        "drafts with quantised weights, sliding windows",
-        lambda f: (
-            f.draft.quantization is not None
-            or any(view.window is not None or view.causal for view in f.draft.attention)
-        ),
-        "The draft {f.draft.path} has quantised weights or layers that do not see the whole "
-        "context, which have not been compared with this package on SGLang 0.5.23.",
-        OLDER,
-    ),
-)
 # All rules, for docs/limits.md.
-ALL: tuple[Rule[Any], ...] = (*FLAGS, *OWN_FLAGS, *TARGETS, *DRAFTS)
+ALL: tuple[Rule[Any], ...] = (*FLAGS, *OWN_FLAGS, *TARGETS)

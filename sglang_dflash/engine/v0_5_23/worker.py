@@ -20,14 +20,15 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
 
 from sglang_dflash.engine.v0_5_23.history import output_before_anchors
+from sglang_dflash.engine.v0_5_23.report import keep_by_token, keep_drafts
 from sglang_dflash.engine.v0_5_23.sampling import FirstTokenSampler, OwnPenalties, penalised
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
+from sglang_dflash.report.metrics import StepLog
 from sglang_dflash.report.worker import Report
 from sglang_dflash.seam.resolving import Arguments
-from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.sample import SamplingInput, TargetSampler, is_simple
 
@@ -42,11 +43,12 @@ class DFlashWorker(DFlashWorkerV2):
         self._sampler = TargetSampler(partial(_draw, self._first), self._rules, self._kernels)
         self.draft_model.bind(runner.model, self._kernels, False, self.block_size)
         arguments = Arguments(self.server_args)
-        clock = StepClock(queues_work=False)  # nothing is timed here
-        self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock)
+        self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
+        self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
             self.report.begin()
         self._asked: SamplingInput  # of the step that runs; its block is not drafted yet
+        self._candidates: Tensor  # of the same
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
@@ -81,6 +83,8 @@ class DFlashWorker(DFlashWorkerV2):
         result: GenerationBatchResult = super().forward_batch_generation(
             batch, on_publish, grammar_barrier, pp_proxy_tensors
         )
+        if not extend:
+            keep_drafts(result, batch.reqs, self._candidates)
         return result
 
     def _accept_block(
@@ -98,6 +102,7 @@ class DFlashWorker(DFlashWorkerV2):
         prefix_lens: [B] int64, tokens before the anchor; target_predict: [B * N] int64, the argmax
         if SGLang has it already. A greedy batch without rules is SGLang's own case.
         """
+        self._candidates = candidates
         if not self._sampler.is_argmax(self._asked):
             offsets = torch.arange(candidates.shape[1], device=candidates.device)
             positions = prefix_lens[:, None] + offsets
@@ -149,11 +154,6 @@ class DFlashWorker(DFlashWorkerV2):
     def weight_update_runners(self) -> list[Any]:
         """New weights are the target's: the draft keeps its own."""
         return []
-
-    def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
-        """Called when the outcome of a step has come to the host."""
-        if self._target_tp_rank == 0:
-            self.report.low_acceptance.count(accepted)
 
     def _can_skip_verify_logits(self, batch: ScheduleBatch, sampling_info: Any) -> bool:
         exposed = batch.has_grammar or batch.return_logprob
