@@ -17,4 +17,16 @@ EVERYWHERE = (
         "cpu.shims:skip_batch_invariant_mode",
         "Triton kernels; a row's result on CPU is the same up to rounding",
     ),
+    Hook(
+        "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        "AROUND",
+        "cpu.shims:latent_handler",
+        "SGLang computes a prefill from K and V of each head, which the pool does not have",
+    ),
+    Hook(
+        "layers.rotary_embedding.factory.get_rope_cpu",
+        "AROUND",
+        "cpu.shims:plain_rope",
+        "SGLang makes no plain RoPE for latent attention on a CPU",
+    ),
 )

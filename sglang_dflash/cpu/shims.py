@@ -46,3 +46,36 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 def skip_batch_invariant_mode() -> None:
     """REPLACE `enable_batch_invariant_mode`, which registers Triton kernels."""
+
+
+def latent_handler(original: Any, registry: Any, name: str) -> Any:
+    """AROUND `AttentionBackendRegistry.get_handler`, for targets with latent attention (MLA).
+
+    SGLang has no handler of `torch_native` and takes that of Triton. It computes some prefills from
+    the K and V of each head, but `TorchAttention` reads the pool, which holds latent vectors.
+    """
+    if name != "torch_native":
+        return original(registry, name)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
+
+
+def plain_rope(
+    original: Any,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    *args: Any,
+) -> Any:
+    """AROUND `get_rope_cpu`, which knows only DeepSeek's YaRN: plain RoPE as everywhere else."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    make = get_rope if rope_scaling is None else original
+    shape = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
+    return make(*shape, *(args[:2] if rope_scaling is None else args))

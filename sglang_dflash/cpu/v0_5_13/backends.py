@@ -1,13 +1,10 @@
-"""Hooks that choose the attention backend of a CPU."""
+"""The attention backend of a CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-    AttnForwardMethod,
-)
 
 from sglang_dflash.cpu.attention import TorchAttention
 
@@ -21,14 +18,3 @@ def attention_backend(original: Any, runner: Any, name: str, *args: Any, **kwarg
     from sglang_dflash.cpu.v0_5_13.gated_delta_net import hybrid_attention  # imports Triton kernels
 
     return hybrid_attention(runner, TorchAttention(runner))
-
-
-def latent_handler(original: Any, registry: Any, name: str) -> Any:
-    """AROUND `AttentionBackendRegistry.get_handler`, for targets with latent attention (MLA).
-
-    SGLang has no handler of `torch_native` and takes that of Triton. It computes some prefills from
-    the K and V of each head, but `TorchAttention` reads the pool, which holds latent vectors.
-    """
-    if name != "torch_native":
-        return original(registry, name)
-    return lambda attention, forward_batch: AttnForwardMethod.MLA

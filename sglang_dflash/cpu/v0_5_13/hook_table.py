@@ -16,18 +16,6 @@ CPU_HOOKS = (
         "SGLang's torch_native pads queries and does not support TARGET_VERIFY",
     ),
     Hook(
-        "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
-        "AROUND",
-        "cpu.v0_5_13.backends:latent_handler",
-        "SGLang computes a prefill from K and V of each head, which the pool does not have",
-    ),
-    Hook(
-        "layers.rotary_embedding.factory.get_rope_cpu",
-        "AROUND",
-        "cpu.v0_5_13.shims:plain_rope",
-        "SGLang makes no plain RoPE for latent attention on a CPU",
-    ),
-    Hook(
         "model_executor.model_runner.ModelRunner.handle_max_mamba_cache",
         "BEFORE",
         "cpu.v0_5_13.shims:limit_states",

@@ -16,24 +16,6 @@ from sglang_dflash.seam.patched import temporarily
 MANY_REQUESTS = 64  # that have recurrent states, unless the number is given
 
 
-def plain_rope(
-    original: Any,
-    head_size: int,
-    rotary_dim: int,
-    max_position: int,
-    base: int,
-    is_neox_style: bool = True,
-    rope_scaling: dict[str, Any] | None = None,
-    *args: Any,
-) -> Any:
-    """AROUND `get_rope_cpu`, which knows only DeepSeek's YaRN: plain RoPE as everywhere else."""
-    from sglang.srt.layers.rotary_embedding import get_rope
-
-    make = get_rope if rope_scaling is None else original
-    shape = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
-    return make(*shape, *(args[:2] if rope_scaling is None else args))
-
-
 def limit_states(runner: Any, total_rest_memory: float) -> None:
     """BEFORE `ModelRunner.handle_max_mamba_cache`: at most KV_BYTES of recurrent states.
 

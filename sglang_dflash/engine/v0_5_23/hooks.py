@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.dflash_utils import DFlashDraftConfig
+from torch import Tensor
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.engine import hooks
 from sglang_dflash.engine.capture import capture
 from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.model.target_parts import language_model
 from sglang_dflash.seam import release
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import flags_of
@@ -83,6 +85,23 @@ def capture_layers(
     arguments = Arguments(release.server_args())
     layers = arguments.get_model_config().hf_text_config.num_hidden_layers
     capture(model, dflash_target_layer_ids, layers, arguments.enable_return_hidden_states)
+    _add_residuals(language_model(model), dflash_target_layer_ids)
+
+
+def _add_residuals(model: Any, layer_ids: list[int]) -> None:
+    """Let target layers of Gemma 3 return their whole output, which SGLang captures.
+
+    They return it in two parts, to be added by the next layer's norm. SGLang captures the first.
+    """
+    if type(model).__name__ == "Gemma3ForCausalLM":
+        for layer_id in layer_ids:
+            if layer_id < len(model.model.layers) - 1:
+                model.model.layers[layer_id].register_forward_hook(_whole_output)
+
+
+def _whole_output(layer: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+    hidden, residual = output
+    return hidden + residual, None
 
 
 def no_adjustments(original: Callable[..., None], **given: Any) -> None:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.configs.model_config import AttentionArch
-
 from sglang_dflash.engine.flag_rules import Flag
-from sglang_dflash.engine.target_rules import has_windows
 from sglang_dflash.errors import Rule
 from sglang_dflash.settings.facts import Facts
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
@@ -78,11 +75,7 @@ def _unserved_target(facts: Facts) -> str:
     """What a target has that is not served on this release."""
     target = facts.target
     found = {
-        "latent attention (MLA)": target.attention_arch != AttentionArch.MHA,
-        "sliding-window layers": has_windows(target),
         "layers with recurrent states": keeps_states(target),
-        "inputs beside text": target.is_multimodal,
-        "quantised weights": target.quantization is not None,
     }
     return " and ".join(name for name, has in found.items() if has)
 

@@ -1,0 +1,43 @@
+"""What a server of a small random pair answers, with the steps that it reports."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from test.reference import Semantics, draft_block
+from test.servers import running
+
+FLAGS = ("--max-total-tokens", "2048", "--max-running-requests", "4", "--skip-server-warmup")
+PROMPT = random.Random(31).choices(range(5, 140), k=40)
+TOKENS = 48  # SGLang reports the last 64 steps
+
+
+def answer_of(target: Path, draft: Path, *flags: str) -> dict[str, Any]:
+    pair = ("--model-path", str(target), "--speculative-draft-model-path", str(draft))
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampling["custom_params"] = {"spec_steps": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    with running(*pair, *FLAGS, *flags, dflash=True) as server:
+        answered = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    assert answered.status_code == 200, answered.text
+    answer: dict[str, Any] = answered.json()
+    return answer
+
+
+def compare_drafts(
+    answer: dict[str, Any], model: Any, semantics: Semantics, weights: dict[str, Any]
+) -> None:
+    """The drafts of each step are those of an independent reading; model: Transformers' target."""
+    output, meta = answer["output_ids"], answer["meta_info"]
+    steps = meta["spec_steps"]
+    assert len(steps) == meta["spec_verify_ct"] > 5
+    for step in steps:
+        wanted = draft_block(model, semantics, weights, PROMPT + output[: step["place"]])
+        assert step["drafts"] == wanted[: len(step["drafts"])]
+        assert len(wanted) - len(step["drafts"]) == semantics.sample_from_anchor
+    ends = [step["place"] + step["num_committed"] for step in steps]
+    assert [1, *ends] == [*(step["place"] for step in steps), TOKENS]
