@@ -17,7 +17,6 @@ LACKS: dict[str, int] = (
     if OWN_STEP
     else {
         "--cuda-graph-max-bs": 1,
-        "--enable-return-hidden-states": 0,
         "--speculative-dflash-draft-ahead": 1,
     }
 )
@@ -26,8 +25,6 @@ RANKS = () if OWN_STEP else ("--tp", "2")  # of the same: there is no other with
 VERIFY_WIDTH = "auto" if OWN_STEP else "full"
 PAST_END = 1 if OWN_STEP else 15  # accepted drafts behind an answer's end that may be counted
 TIMED = ("draft", "verify", "commit") if OWN_STEP else ()  # parts of a step
-# Features of random requests that are refused.
-REFUSED = set() if OWN_STEP else {"hidden_states"}
 
 
 def is_defect(answer: Any) -> bool:

@@ -33,7 +33,7 @@ class OutputCounts:
 
     def of(self, asked: SamplingInput, vocab_size: int) -> Tensor:
         """Count the output of these requests before their anchors: [B, V] int32."""
-        counted = [self._of(req) for req in asked.reqs]
+        counted = self._of(asked.reqs)
         table = self._room(max(each.row for each in counted) + 1, vocab_size, asked.info.device)
         # A request that was retracted is prefilled again, with a part of its output or all of it.
         anew = [each for each in counted if each.length == 0 or asked.block is None]
@@ -55,13 +55,18 @@ class OutputCounts:
         """The tokens of a request's output before its anchor, once they are counted."""
         return self._counted[req].length
 
-    def _of(self, req: Req) -> Counted:
-        if req not in self._counted:
-            for other in [other for other in self._counted if other.finished()]:
-                del self._counted[other]
+    def _of(self, reqs: list[Req]) -> list[Counted]:
+        """The rows of a batch. A request of it may have finished since it was put together."""
+        new = [req for req in reqs if req not in self._counted]
+        if new:
+            others = set(self._counted) - set(reqs)
+            for other in others:
+                if other.finished():
+                    del self._counted[other]
             taken = {each.row for each in self._counted.values()}
-            self._counted[req] = Counted(next(row for row in count() if row not in taken))
-        return self._counted[req]
+            free = (row for row in count() if row not in taken)
+            self._counted.update((req, Counted(row)) for req, row in zip(new, free, strict=False))
+        return [self._counted[req] for req in reqs]
 
     def _room(self, rows: int, vocab_size: int, device: str) -> Tensor:
         """The table, with at least so many rows."""

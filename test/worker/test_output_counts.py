@@ -77,6 +77,17 @@ def test_a_batch_that_changes() -> None:
             req.output_ids += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
 
 
+def test_a_request_that_finished_in_its_batch() -> None:
+    """SGLang may process the last step after it has put a batch together."""
+    counts, old, new = OutputCounts(), Req(), Req()
+    old.output_ids = [1, 2]
+    counts.of(asked([old]), VOCAB)
+    old.ended = True
+    table = counts.of(asked([old, new], in_block=False), VOCAB).tolist()
+    assert table == [truth([1, 2]), truth([])]
+    assert (counts.length(old), counts.length(new)) == (2, 0)
+
+
 def test_rows_are_given_back() -> None:
     """By requests that finished, though something holds them, and by those that are gone."""
     counts = OutputCounts()

@@ -37,6 +37,15 @@ def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, to
     return taken
 
 
+def states_up_to_the_end(
+    original: Callable[..., None], *, req: Any, hidden_states: Any, start: int, accept_len: int
+) -> None:
+    """AROUND `_append_decode_hidden_states`: a request gets those of its tokens, and no others."""
+    if req.finished_len is not None:
+        accept_len -= max(0, len(req.output_ids) - req.finished_len)
+    original(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
+
+
 def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
     """AROUND `Req.update_finish_state`: the first token that ends a request is its last."""
     late, req.dflash_late = getattr(req, "dflash_late", None), None

@@ -86,6 +86,14 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._append_decode_hidden_states",
+        "AROUND",
+        "engine.v0_5_23.finish:states_up_to_the_end",
+        "SGLang also returns the hidden states of tokens behind the end",
+        process_serves_dflash,
+    ),
+    Hook(
         "managers.schedule_batch.Req.update_finish_state",
         "AROUND",
         "engine.v0_5_23.finish:finish_in_order",

@@ -6,6 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    get_server_return_hidden_states_mode,
+)
 from sglang.srt.speculative.dflash_utils import DFlashDraftConfig
 from torch import Tensor
 
@@ -28,8 +32,6 @@ def keep_flags(original: Callable[..., Any], cls: type, namespace: argparse.Name
 
 def validate_request(_: Any, req: Any, enable_overlap: bool) -> str | None:
     """AROUND `validate_dflash_request`: why a request cannot be served exactly, or None."""
-    if req.return_hidden_states:
-        return "return_hidden_states is not served with DFLASH on SGLang 0.5.23. Leave it out."
     if req.return_sampling_mask:
         return "return_sampling_mask is not served with DFLASH. Leave it out."
     return hooks.validate_request(req)
@@ -84,7 +86,8 @@ def capture_layers(
         return
     arguments = Arguments(release.server_args())
     layers = arguments.get_model_config().hf_text_config.num_hidden_layers
-    capture(model, dflash_target_layer_ids, layers, arguments.enable_return_hidden_states)
+    final_too = get_server_return_hidden_states_mode() != CaptureHiddenMode.NULL
+    capture(model, dflash_target_layer_ids, layers, final_too)
     _add_residuals(language_model(model), dflash_target_layer_ids)
 
 

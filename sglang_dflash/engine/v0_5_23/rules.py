@@ -62,7 +62,6 @@ OLD_FLAGS = (
     _flag("enable_lora", None, False),
     _flag("lora_paths", None),
     _flag("enable_hierarchical_cache", False),
-    _flag("enable_return_hidden_states", False),
     _flag("enable_strict_thinking", False),
     _flag("enable_streaming_session", False),
     _flag("speculative_draft_window_size", None),

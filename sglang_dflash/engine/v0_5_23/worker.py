@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
@@ -49,6 +51,8 @@ class DFlashWorker(DFlashWorkerV2):
             self.report.begin()
         self._asked: SamplingInput  # of the step that runs; its block is not drafted yet
         self._candidates: Tensor  # of the same
+        self._final_states: Tensor | None = None  # of the same, if a request wants hidden states
+        self._returns_states = False
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
@@ -66,6 +70,8 @@ class DFlashWorker(DFlashWorkerV2):
         """Run one prefill or one decode step."""
         info = batch.sampling_info  # a copy for this step
         extend = batch.forward_mode.is_extend()
+        self._returns_states = batch.return_hidden_states
+        self._final_states = None
         self._asked = SamplingInput(
             batch.reqs,
             info,
@@ -85,6 +91,8 @@ class DFlashWorker(DFlashWorkerV2):
         )
         if not extend:
             keep_drafts(result, batch.reqs, self._candidates)
+        if self._final_states is not None:
+            result.logits_output.hidden_states = self._final_states[_rows_of_states(batch)]
         return result
 
     def _accept_block(
@@ -142,9 +150,13 @@ class DFlashWorker(DFlashWorkerV2):
     ) -> None:
         """Write the context KV: of a prefill's tokens, or of a block's committed ones.
 
-        target_hidden: [>= n, K * H_target]; cache_loc, positions: [n]; commit_lens: [B].
+        target_hidden: [>= n, K * H_target], and with hidden states for answers the last layer's
+        after them; cache_loc, positions: [n]; commit_lens: [B].
         """
         slots = cache_loc.long()
+        if self._returns_states:
+            size = self.draft_model.dflash.target_hidden_size
+            self._final_states = target_hidden[: len(slots), -size:].clone()
         if commit_lens is not None:
             blocks = slots.view(len(commit_lens), -1)
             offsets = torch.arange(blocks.shape[1], device=slots.device)
@@ -177,6 +189,14 @@ class DFlashWorker(DFlashWorkerV2):
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """Draws of any kind are supported."""
+
+
+def _rows_of_states(batch: ScheduleBatch) -> Any:
+    """The tokens of a step whose hidden states SGLang expects: all, or each prompt's last."""
+    mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
+    if mode.is_full() or not batch.forward_mode.is_extend():
+        return slice(None)
+    return [end - 1 for end in accumulate(batch.extend_lens)]
 
 
 def _whole_output(req: Any, start: int) -> list[int]:
