@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": CORE | {"seam"},
     "targets": CORE | {"seam", "errors", "checkpoint", "settings"},
     "report": CORE | {"seam", "settings"},
-    "streams": set(),
+    "streams": {"seam"},
     "cpu": {"seam", "targets", "checkpoint"},
     "watch": {"errors"},
     "tiny": {"errors"},
