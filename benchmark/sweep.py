@@ -26,6 +26,7 @@ from benchmark.load import Answer, Settings, accept_length, answer_all, stream_a
 from benchmark.sides import FAMILIES, add_axes, add_server_options, make_side, serving
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
+from sglang_dflash.seam import release
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tools.launch import ServerFailed, interrupt_on_signals
 
@@ -198,7 +199,8 @@ class Sweep:
         shown = ", ".join(f"{count} {workload}" for workload, count in counts.items())
         self._console.print(f"  {len(prompts)} prompts: {shown}", highlight=False)
         todo = [side for side in urls if not self._results.has(point, side)]
-        if "builtin" in todo and point["temperature"] > 0 and not torch.cuda.is_available():
+        samples = torch.cuda.is_available() or not release.has_own_scheduler_step()
+        if "builtin" in todo and point["temperature"] > 0 and not samples:
             todo.remove("builtin")
             self._results.add("skipped", point | {"side": "builtin", "reason": NO_SAMPLING})
         common = point | {"prompts": counts}

@@ -30,7 +30,11 @@ def install() -> None:
         HookRegistry.register(f"sglang.srt.{target}", function, kind)
 
     if version("sglang") != "0.5.13.post1":  # SGLang's later workers run on this package's platform
+        utils = "speculative.dflash_utils"
         hook("models.dflash.DFlashDraftModel.forward", HookType.AROUND, in_model_dtype)
+        hook(f"{utils}.is_dflash_sampling_verify_available", HookType.REPLACE, lambda: True)
+        sampled = f"{utils}.compute_dflash_sampling_correct_drafts_and_bonus"
+        hook(sampled, HookType.AROUND, with_sampling_op)
         return
     if not torch.accelerator.is_available():
         hook("managers.tp_worker.TpModelWorker.__init__", HookType.BEFORE, draft_on_torch_native)
@@ -66,6 +70,52 @@ def in_model_dtype(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `DFlashDraftModel.forward`: undo the cast of embeddings to bfloat16."""
     kwargs["input_embeds"] = kwargs["input_embeds"].to(model.norm.weight.dtype)
     return original(model, *args, **kwargs)
+
+
+def with_sampling_op(original: Any, **given: Any) -> Any:
+    """AROUND `compute_dflash_sampling_correct_drafts_and_bonus`, whose op is of CUDA."""
+    from sglang.srt.speculative import dflash_utils
+
+    ops: Any = dflash_utils
+    ops._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
+    ops.tree_speculative_sampling_target_only = accept_chain
+    ops.top_k_renorm_prob = ops.top_p_renorm_prob = None  # it has torch versions of these
+    return original(**given)
+
+
+def accept_chain(
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    **_: Any,
+) -> None:
+    """In place of sgl_kernel's op, for a chain and thresholds of 1.
+
+    candidates: [B, N]; uniform_samples: [B, N]; target_probs: [B, N, V]. A draft is accepted with
+    the target's probability. The token after the last one is drawn without a rejected draft.
+    """
+    width = candidates.shape[1]
+    for row, (tokens, probs) in enumerate(zip(candidates, target_probs, strict=True)):
+        count = 0
+        while count < width - 1:
+            if uniform_samples[row, count] > probs[count, tokens[count + 1]]:
+                break
+            count += 1
+        left = probs[count].clone()
+        if count < width - 1:
+            left[tokens[count + 1]] = 0
+        total = left.cumsum(0)
+        drawn = torch.searchsorted(total, uniform_samples_for_final_sampling[row] * total[-1])
+        first = row * width
+        predicts[first : first + count] = tokens[1 : count + 1]
+        predicts[first + count] = drawn.clamp(max=len(left) - 1)
+        accept_index[row, : count + 1] = torch.arange(first, first + count + 1)
+        accept_token_num[row] = count
 
 
 def assign_slots(
