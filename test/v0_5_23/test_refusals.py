@@ -15,7 +15,7 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.tiny import DRAFT, TARGET
-from test.checkpoints import write_draft, write_latent_pair
+from test.checkpoints import write_draft
 from test.formats import speculators
 from training import hybrid
 
@@ -97,22 +97,16 @@ def changed_draft(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"sample_from_anchor": True}, "predicts from the anchor"),
-        ({"target_layer_ids": [1, 3, 5, 7, 9]}, "reads the target's last layer"),
-    ],
-    ids=str,
-)
-def test_drafts(tmp_path: Path, changes: dict[str, Any], names: str) -> None:
-    assert names in refused(draft=changed_draft(tmp_path / "draft", **changes))
+def test_a_block_has_as_many_positions_as_the_draft_reads(tmp_path: Path) -> None:
+    """Of a draft that predicts from the anchor, too, which has one draft more."""
+    draft = changed_draft(tmp_path / "draft", sample_from_anchor=True)
+    assert resolved(draft=draft).dflash.block_size == 16
+    text = refused(draft=draft, speculative_num_draft_tokens=17)
+    assert "The block size 17 is not possible: a block of this draft has at most 16." in text
 
 
-def test_targets(tmp_path: Path) -> None:
-    target, draft = write_latent_pair(tmp_path)
-    assert "has latent attention (MLA)" in refused(target, draft)
-    target, draft = hybrid.assemble(tmp_path / "hybrid")
+def test_hybrid_targets(tmp_path: Path) -> None:
+    target, draft = hybrid.assemble(tmp_path)
     assert "has layers with recurrent states" in refused(target, draft)
 
 

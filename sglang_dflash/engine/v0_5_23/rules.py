@@ -70,15 +70,6 @@ OLD_FLAGS = (
 )
 
 
-def _unserved_target(facts: Facts) -> str:
-    """What a target has that is not served on this release."""
-    target = facts.target
-    found = {
-        "layers with recurrent states": keeps_states(target),
-    }
-    return " and ".join(name for name, has in found.items() if has)
-
-
 OWN_FLAGS: tuple[Rule[Facts], ...] = (
     Rule(
         "`--speculative-dflash-verify-width` other than full",
@@ -98,11 +89,10 @@ OWN_FLAGS: tuple[Rule[Facts], ...] = (
 FLAGS: tuple[Rule[Facts], ...] = tuple(flag.rule() for flag in (*NEW_FLAGS, *OLD_FLAGS))
 TARGETS: tuple[Rule[Facts], ...] = (
     Rule(
-        "targets with latent attention (MLA), sliding windows, recurrent states, inputs beside "
-        "text, quantised weights",
-        _unserved_target,
-        "The target {f.args.model_path} has {found}, which has not been compared with this package "
-        "on SGLang 0.5.23.",
+        "targets with recurrent states",
+        lambda f: keeps_states(f.target),
+        "The target {f.args.model_path} has layers with recurrent states, which have not been "
+        "compared with this package on SGLang 0.5.23.",
         OLDER,
     ),
 )
