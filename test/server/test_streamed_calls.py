@@ -39,9 +39,9 @@ GIVEN = """
                 params["custom_params"] = {"token_ids": []}
 
         def draft(result, scheduler):
-            from test.forced import Remembered, put_drafter
+            from test.remembered import remember
 
-            put_drafter(scheduler.draft_worker, Remembered(scheduler.draft_worker.drafter))
+            remember(scheduler.draft_worker)
 
         manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
         HookRegistry.register(f"{manager}.generate_request", write, HookType.BEFORE)
