@@ -73,7 +73,7 @@ LEFT_OUT = {
     "test/server/test_differential.py::test_random_requests_of_latent_attention": "refused",
     "test/server/test_differential.py::test_random_requests_with_adapters": "refused",
     "test/server/test_rules_for_all.py::test_every_request_has_rules[strict thinking]": "refused",
-    "test/server/test_streamed_calls.py::test_streamed_calls[deepseekv4": "needs DeepSeek's tokenizer",
+    "test/server/test_streamed_calls.py::test_streamed_calls[deepseekv4": "needs its tokenizer",
     "test/server/test_watch.py::test_steps_of_requests_that_are_retracted": "none are",
     "test/unit/test_bundled_pair.py": "steps the spec-v1 scheduler",
     "test/unit/test_core.py": "of the spec-v1 step",
