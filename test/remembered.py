@@ -21,7 +21,7 @@ def remember(worker: Any) -> None:
 
     def remembered(**given: Any) -> torch.Tensor:
         asked = worker._asked
-        drafts = choose(**given).view(len(asked.reqs), -1).clone()
+        drafts: torch.Tensor = choose(**given).view(len(asked.reqs), -1).clone()
         for row, req in zip(drafts, asked.reqs, strict=True):
             before = asked.output_of(req, 0)
             answer = answers.setdefault(tuple(req.origin_input_ids), [])

@@ -18,8 +18,12 @@ TOKENS = 48  # SGLang reports the last 64 steps
 
 def answer_of(target: Path, draft: Path, *flags: str) -> dict[str, Any]:
     pair = ("--model-path", str(target), "--speculative-draft-model-path", str(draft))
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    sampling["custom_params"] = {"spec_steps": True}
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": TOKENS,
+        "ignore_eos": True,
+        "custom_params": {"spec_steps": True},
+    }
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     with running(*pair, *FLAGS, *flags, dflash=True) as server:
         answered = requests.post(f"{server.url}/generate", json=body, timeout=300)

@@ -24,7 +24,7 @@ RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
 def step(widths: list[int], accepted: list[int]) -> CommittedStep:
     """A step of which only these are known."""
     committed = [CommittedTokens([], number, 0) for number in accepted]
-    return CommittedStep([], list, widths, committed)  # type: ignore[arg-type]
+    return CommittedStep([], list, widths, committed)
 
 
 def test_the_mean_width_begins_anew() -> None:

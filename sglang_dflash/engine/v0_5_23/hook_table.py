@@ -104,7 +104,7 @@ DFLASH_HOOKS = (
         "managers.tp_worker.TpModelWorker.get_worker_info",
         "AFTER",
         "engine.v0_5_23.hooks:bound_requests",
-        "a request for which the KV pool has no room beside its blocks waits for ever",
+        "a request for which the KV pool has no room beside its blocks fails, or waits for ever",
         process_serves_dflash,
     ),
     Hook(
