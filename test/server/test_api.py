@@ -302,6 +302,22 @@ def test_sampled_answers_have_the_targets_distribution(server: Client, reference
 
 
 @on(TWO_RANKS)
+def test_logprobs_of_a_greedy_request_beside_a_sampled_one(
+    server: Client, reference: Client
+) -> None:
+    """SGLang scales them by the request's temperature if any request of the batch is sampled."""
+    greedy = {"temperature": 1.4, "top_k": 1, "max_new_tokens": 24}
+    prompts = [chat(WORD[0].prompt), chat(WORD[1].prompt)]
+    sampling = [greedy, {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}]
+    body = {"text": prompts, "sampling_params": sampling, "return_logprob": True}
+    ours = server.post("/generate", body).json()[0]["meta_info"]["output_token_logprobs"]
+    alone = reference.generate(prompts[0], return_logprob=True, **greedy)
+    theirs = alone["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in ours] == [token for _, token, _ in theirs]
+    assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(ours, theirs, strict=True))
+
+
+@on(TWO_RANKS)
 def test_streamed_logprobs(server: Client, openai: OpenAI) -> None:
     """Each streamed token has its own top logprobs, although a block brings several tokens."""
     ask: dict[str, Any] = {

@@ -80,6 +80,8 @@ class DFlashWorker(DFlashWorkerV2):
             has_grammar=False,  # SGLang masks the logits itself
             output_of=_whole_output if extend else output_before_anchors(grammar_barrier),
         )
+        if batch.return_logprob and info.is_any_greedy:  # SGLang scales these if others are sampled
+            info.temperatures = info.temperatures.where(info.top_ks[:, None] > 1, 1.0)
         if extend:
             self._first.reqs = batch.reqs
             info.acc_additive_penalties = info.acc_scaling_penalties = None
