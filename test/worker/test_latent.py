@@ -11,8 +11,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from sglang_dflash.cpu import shims
 from sglang_dflash.cpu.limits import KV_BYTES, _bytes_bound
-from sglang_dflash.cpu.v0_5_13 import backends
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.arguments import arguments
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
@@ -152,7 +152,7 @@ def test_a_prefill_by_heads_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     """A mutation: SGLang's own choice for a prefill without seeds, whose K and V are by head."""
     assert says(pair) == pair.answers[0]["ids"]
     monkeypatch.setattr(
-        backends, "latent_handler", lambda original, registry, name: original(registry, name)
+        shims, "latent_handler", lambda original, registry, name: original(registry, name)
     )
     with pytest.raises(RuntimeError, match="size"):
         says(pair)
