@@ -12,10 +12,12 @@ import torch
 
 from test.checkpoints import HIDDEN, LAYERS, draft_config, draft_weights, write_draft
 from test.reference import Semantics
-from test.targets import MULTIMODAL, TARGETS, write
+from test.targets import HYBRIDS, MULTIMODAL, TARGETS, write
 from test.v0_5_23.watched import PROMPT, answer_of, compare_drafts
 
 LAYER_IDS = [0, 2, LAYERS - 1]  # the last one, too
+# Hybrids are refused. A Triton kernel of Qwen 2's shared experts does not run on a CPU.
+LEFT_OUT = {*HYBRIDS, "Qwen2MoeForCausalLM"}
 SOME = {
     "LlamaForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -30,6 +32,7 @@ SOME = {
     [
         pytest.param(a, marks=pytest.mark.ci if a in SOME else pytest.mark.full)
         for a in (*TARGETS, *MULTIMODAL)
+        if a not in LEFT_OUT
     ],
 )
 def test_target(tmp_path: Path, architecture: str) -> None:
