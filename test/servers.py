@@ -55,9 +55,12 @@ ALL_FEATURES = (
     "--constrained-json-disable-any-whitespace",
 )
 # SGLang applies penalties in the order of a set of classes, which changes from process to process.
-# A DFLASH server adds before it scales, and so does the reference with this plugin.
-ORDERED = """
+# A DFLASH server adds before it scales, and so does the reference with this plugin. And a parser of
+# calls finds other text in two tokens at once, which SGLang gives it where its HTTP process is
+# late. With this plugin, a stream has taken a token before the next one comes.
+REFERENCE_PLUGIN = """
     def plugin():
+        import asyncio
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def ordered(orchestrator, vocab_size, batch, penalizers):
@@ -66,6 +69,17 @@ ORDERED = """
 
         orchestrator = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
         HookRegistry.register(f"{orchestrator}.__init__", ordered, HookType.BEFORE)
+
+        async def until_taken(original, manager, tokens):
+            states = [manager.rid_to_state.get(rid) for rid in tokens.rids]
+            await original(manager, tokens)
+            for _ in range(10_000):  # a client that is gone takes nothing
+                if not any(state.out_list for state in states if state and state.obj.stream):
+                    break
+                await asyncio.sleep(0)
+
+        manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+        HookRegistry.register(f"{manager}._handle_batch_output", until_taken, HookType.AROUND)
 """
 # A process that SGLang spawns imports SGLang anew, most of a server's start. A fork has it already.
 # What users start spawns: `test_sglang_serve` does so, too. Further processes for HTTP are spawned
@@ -229,7 +243,7 @@ def with_adapters(folder: Path) -> tuple[str, ...]:
 def without_speculation(*flags: str) -> Iterator[Client]:
     """The same installation without --speculative-algorithm, with every feature."""
     with TemporaryDirectory() as folder:
-        path = str(distribution(Path(folder), "ordered", "1.0", ORDERED))
+        path = str(distribution(Path(folder), "reference", "1.0", REFERENCE_PLUGIN))
         environment = {"PYTHONPATH": path}
         with running(*ALL_FEATURES, *flags, dflash=False, environment=environment) as client:
             yield client

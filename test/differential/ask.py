@@ -14,7 +14,7 @@ import requests
 
 from test import releases
 from test.differential.draw import Request, draw
-from test.differential.judge import difference, judge
+from test.differential.judge import judge
 from test.precision import FP32_KV, Bounds
 
 SHOWN = 3000  # characters of an answer that differs
@@ -80,20 +80,6 @@ def ask_alone(url: str, request: Request) -> Any:
     return ask(url, request)
 
 
-def ask_until_same(url: str, request: Request, answer: Any) -> Any:
-    """The answer that comes twice.
-
-    A parser of calls may find other text if it is given two tokens at once, as SGLang gives it when
-    its HTTP process is late.
-    """
-    answers = [answer]
-    while True:
-        again = ask_alone(url, request)
-        if any(difference(again, known) is None for known in answers):
-            return again
-        answers.append(again)
-
-
 def expected_of(url: str, request: Request) -> Any:
     """The answer of a server without speculation.
 
@@ -102,8 +88,6 @@ def expected_of(url: str, request: Request) -> Any:
     """
     body = request.body
     answer = ask_alone(url, request)
-    if "finish" in answer and body.get("tools"):
-        answer = ask_until_same(url, request, answer)
     if "finish" in answer and body.get("messages") and body.get("logprobs"):
         whole = ask_alone(
             url, replace(request, body=body | {"stream": False, "stream_options": None})
