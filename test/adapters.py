@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 PROJECTIONS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -85,3 +86,26 @@ def write_adapter(
     )
     save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def merged(target: Path, adapter: Path) -> Qwen3ForCausalLM:
+    """The target with the adapter in its weights, by Transformers."""
+    model = Qwen3ForCausalLM.from_pretrained(target).eval()
+    found, state = load_file(adapter / "adapter_model.safetensors"), model.state_dict()
+    for name, a in found.items():
+        if "lora_A" in name:
+            b = found[name.replace("lora_A", "lora_B")]
+            key = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            state[key] += 2 * b @ a
+        if "lora_embedding_A" in name:
+            b = found[name.replace("embedding_A", "embedding_B")]
+            state["model.embed_tokens.weight"] += 2 * (b @ a).T
+    return model
+
+
+def vocabulary_of(model: Any) -> dict[str, Tensor]:
+    """The embedding and the LM head of Transformers' model, by the names of a draft's own."""
+    return {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
+        "lm_head.weight": model.get_output_embeddings().weight.detach(),
+    }

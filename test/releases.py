@@ -55,6 +55,7 @@ def flags(*given: str) -> tuple[str, ...]:
 RUNS = (
     "test/unit",
     "test/v0_5_23",
+    "test/server/test_adapters_over_http.py",
     "test/server/test_api.py",
     "test/server/test_bad_requests.py",
     "test/server/test_differential.py",
@@ -69,10 +70,9 @@ RUNS = (
 )
 # But not these, by the beginning of their ids.
 LEFT_OUT = {
+    "test/server/test_adapters_over_http.py::test_adapters_from_tensors": "SGLang takes no JSON",
     "test/server/test_differential.py::test_random_requests_crossed": "two servers of all flags",
     "test/server/test_differential.py::test_random_requests_of_latent_attention": "refused",
-    "test/server/test_differential.py::test_random_requests_with_adapters": "refused",
-    "test/server/test_rules_for_all.py::test_every_request_has_rules[strict thinking]": "refused",
     "test/server/test_streamed_calls.py::test_streamed_calls[deepseekv4": "needs its tokenizer",
     "test/server/test_watch.py::test_steps_of_requests_that_are_retracted": "none are",
     "test/unit/test_bundled_pair.py": "steps the spec-v1 scheduler",

@@ -29,4 +29,20 @@ EVERYWHERE = (
         "cpu.shims:plain_rope",
         "SGLang makes no plain RoPE for latent attention on a CPU",
     ),
+    *(
+        Hook(
+            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
+            "AROUND",
+            "cpu.shims:apply_vocab_mask",
+            "no CPU branch",
+        )
+        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
+    ),
+    *(
+        Hook(f"lora.{function}", "AROUND", "cpu.shims:without_pinning", "pins memory")
+        for function in (
+            "lora_manager.LoRAManager.init_state",
+            "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+        )
+    ),
 )

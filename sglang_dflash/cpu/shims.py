@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def no_kv_copy_kernel(pool: Any) -> None:
@@ -46,6 +47,36 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 def skip_batch_invariant_mode() -> None:
     """REPLACE `enable_batch_invariant_mode`, which registers Triton kernels."""
+
+
+def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which has no CPU branch.
+
+    logits: [n, V]; vocab_mask: [n, ceil(V / 32)] int32, bit i of word w allows token 32 w + i.
+    """
+    logits, mask = args[-2:] if len(args) >= 2 else (kwargs["logits"], kwargs["vocab_mask"])
+    if logits.device.type != "cpu":
+        original(*args, **kwargs)
+        return
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
+class _Unpinned(TorchFunctionMode):
+    """Torch functions make tensors in pageable memory, whatever they are asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
+def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
+    with _Unpinned():
+        return original(*args, **kwargs)
 
 
 def latent_handler(original: Any, registry: Any, name: str) -> Any:

@@ -10,9 +10,8 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
-
-from sglang_dflash.step.sample import SamplingInput
 
 
 def follows_drafts(req: Req) -> bool:
@@ -56,32 +55,35 @@ def has_mask(req: Req) -> bool:
     return True
 
 
-def mask_by_grammar(logits: Tensor, asked: SamplingInput) -> None:
+def mask_by_grammar(
+    logits: Tensor, reqs: list[Req], info: SamplingBatchInfo, tokens: list[list[int]]
+) -> None:
     """Ban in place the tokens that each request's grammar forbids after its output and drafts.
 
-    logits: [B * w, V], of all positions of blocks, w = 1 after a prefill. A draft that the
-    grammar forbids ends the walk: the target cannot draw it, so nothing after it is accepted.
-    Requests share a mask if one function applies it. No mask has rows of a request without a
-    grammar: llguidance also bans the ids after its tokenizer's in every row.
+    logits: [B * w, V], of all positions of blocks, w = 1 after a prefill. tokens: [B][w], anchors
+    and drafts, on the host. A draft that the grammar forbids ends the walk: the target cannot draw
+    it, so nothing after it is accepted. Requests share a mask if one function applies it. No mask
+    has rows of a request without a grammar: llguidance also bans the ids after its tokenizer's in
+    every row.
     """
     alike: dict[Any, list[int]] = {}
-    for i, req in enumerate(asked.reqs):
+    for i, req in enumerate(reqs):
         if has_mask(req):
             apply = req.grammar.apply_vocab_mask
             alike.setdefault(getattr(apply, "__func__", apply), []).append(i)
-    if not alike:
-        return
-    block = asked.block
-    tokens = [[0]] * len(asked.reqs) if block is None else block.token_ids.tolist()
     for members in alike.values():
         drafts = {}
         for i in members:
-            drafts[i] = tokens[i] if follows_drafts(asked.reqs[i]) else tokens[i][:1]
-        _mask_alike(logits, asked, drafts, len(tokens[0]))
+            drafts[i] = tokens[i] if follows_drafts(reqs[i]) else tokens[i][:1]
+        _mask_alike(logits, reqs, info, drafts, len(tokens[0]))
 
 
 def _mask_alike(
-    logits: Tensor, asked: SamplingInput, drafts: dict[int, list[int]], width: int
+    logits: Tensor,
+    reqs: list[Req],
+    info: SamplingBatchInfo,
+    drafts: dict[int, list[int]],
+    width: int,
 ) -> None:
     """Mask the logits of requests whose grammars have one kind of mask.
 
@@ -90,8 +92,7 @@ def _mask_alike(
     rows: list[int] = []
     for i, tokens in drafts.items():
         rows.extend(range(i * width, i * width + len(tokens)))
-    info = asked.info
-    first = asked.reqs[next(iter(drafts))].grammar
+    first = reqs[next(iter(drafts))].grammar
     mask = first.allocate_vocab_mask(
         vocab_size=info.vocab_size, batch_size=len(rows), device=info.device
     )
@@ -99,7 +100,7 @@ def _mask_alike(
         mask.fill_(-1)  # it is the mask of an earlier call
     row = 0
     for i, tokens in drafts.items():
-        _walk(asked.reqs[i].grammar, tokens, mask, row)
+        _walk(reqs[i].grammar, tokens, mask, row)
         row += len(tokens)
     every = len(rows) == len(logits)
     index = slice(None) if every else torch.tensor(rows, device=logits.device)

@@ -27,7 +27,7 @@ class RequestedRules:
     def in_use(self, asked: SamplingInput) -> bool:
         return bool(
             asked.penalised
-            or (asked.has_grammar and any(has_mask(req) for req in asked.reqs))
+            or _has_masks(asked)
             or asked.info.has_custom_logit_processor
             or asked.info.logit_bias is not None
         )
@@ -37,8 +37,9 @@ class RequestedRules:
         spread = logits[:, None] if block is None else block.unflatten(logits)  # [B, w, V]
         if asked.penalised:
             self.penalise(spread, asked)
-        if asked.has_grammar:
-            mask_by_grammar(spread.flatten(0, 1), asked)
+        if _has_masks(asked):
+            tokens = [[0]] * len(asked.reqs) if block is None else block.token_ids.tolist()
+            mask_by_grammar(spread.flatten(0, 1), asked.reqs, asked.info, tokens)
         if asked.info.logit_bias is not None:
             spread.add_(asked.info.logit_bias[:, None])
         if asked.info.has_custom_logit_processor:
@@ -97,3 +98,7 @@ class RequestedRules:
         more = tokenizer.additional_stop_token_ids or set()
         ends = (req.eos_token_ids or set()) if self._all_ends else set()
         return {*own, *more, *ends, tokenizer.eos_token_id} - {None}
+
+
+def _has_masks(asked: SamplingInput) -> bool:
+    return asked.has_grammar and any(map(has_mask, asked.reqs))

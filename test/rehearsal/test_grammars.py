@@ -98,5 +98,5 @@ def test_what_strict_thinking_costs(thinker: Path) -> None:
     launches, copies, waits = one_step(thinker, {})
     assert one_step(thinker, {}, **STRICT) == (launches, copies, waits)
     thoughts = one_step(thinker, {"require_reasoning": True}, **STRICT)
-    drafts = "logits/grammar.py:mask_by_grammar tolist"
+    drafts = "logits/rules.py:apply tolist"
     assert thoughts == (launches + 1, copies + 1, [drafts, *waits])

@@ -231,10 +231,11 @@ def test_no_request_is_an_error_of_the_server(server: Client, examples: int) -> 
 
 ONE_RANK_FAILS = """
     def plugin():
+        from sglang.srt.distributed import get_tp_group
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def fail(result, manager, ref, *args):
-            if manager.tp_rank == 1 and ref.lora_name == "another":
+            if get_tp_group().rank_in_group == 1 and ref.lora_name == "another":
                 raise ValueError("rank 1 cannot")
 
         loader = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"

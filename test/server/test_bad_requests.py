@@ -164,6 +164,7 @@ ELSEWHERE: list[tuple[str, Any, str]] = [
     ("/v1/completions", {"model": "x", "prompt": ["x"], "extra_key": ["x"]}, "extra_key"),
     ("/remove_external_corpus", [], "body"),
     ("/add_external_corpus", 5, "body"),
+    ("/add_external_corpus", {"surplus": NAN}, "surplus" if OWN_STEP else "not JSON"),
     ("/v1/messages/count_tokens", {"model": "x", "messages": []}, "messages"),
     (
         "/v1/messages",

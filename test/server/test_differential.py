@@ -48,14 +48,22 @@ def test_random_requests(server: Client, reference: Client, request: pytest.Fixt
     check(compare(seed, range(COMPARED), reference.url, server.url), COMPARED)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [(), ("--page-size", "16", *SMALL, *AHEAD)], ids=str)
-def test_random_requests_with_adapters(tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "compared"),
+    [
+        pytest.param((), 40, marks=pytest.mark.ci),
+        pytest.param(("--page-size", "16", *SMALL, *AHEAD), 100, marks=pytest.mark.full),
+    ],
+)
+def test_random_requests_with_adapters(
+    tmp_path: Path, flags: tuple[str, ...], compared: int
+) -> None:
     """Each request has one of two LoRA adapters, or none."""
     both = with_adapters(tmp_path)
     dflash = running(*ALL_FEATURES, *both, *FULL, *flags, dflash=True)
     with without_speculation(*both) as plain, dflash as server:
-        check(compare(13, range(100), plain.url, server.url, adapters=tuple(ADAPTERS)), 100)
+        report = compare(13, range(compared), plain.url, server.url, adapters=tuple(ADAPTERS))
+    check(report, compared)
 
 
 @pytest.mark.full

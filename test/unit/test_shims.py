@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from sglang_dflash.cpu.shims import murmur_hash32
-from sglang_dflash.cpu.v0_5_13.shims import apply_vocab_mask
+from sglang_dflash.cpu.shims import apply_vocab_mask, murmur_hash32
 
 MASK = 0xFFFFFFFF
 

@@ -65,10 +65,7 @@ OTHER = {
     "ple_offload_embedding": "pinned",
     "uno_lora_path": "adapter",
     "sidecar": "program",
-    "lora_paths": ["one=adapter"],
-    "speculative_draft_window_size": 64,
-    "kv_cache_dtype": "fp8_e4m3",
-    "grammar_backend": "outlines",
+    "kv_cache_dtype": "mxfp8",
 }
 
 
@@ -86,6 +83,18 @@ def test_flags(flag: Any) -> None:
 def test_options(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, names: str) -> None:
     monkeypatch.setenv(variable, value)
     assert names in refused()
+
+
+def test_kv_that_a_cpu_does_not_keep() -> None:
+    assert "Give --kv-cache-dtype fp8_e4m3." in refused(kv_cache_dtype="fp8_e5m2")
+
+
+def test_grammars_of_a_thought_are_of_xgrammar() -> None:
+    """--grammar-backend and the rules of every release."""
+    text = refused(
+        enable_strict_thinking=True, grammar_backend="outlines", reasoning_parser="qwen3"
+    )
+    assert "only the masks of xgrammar can filter the tokens of a thought" in text
 
 
 def changed_draft(folder: Path, **changes: Any) -> Path:
@@ -115,5 +124,5 @@ def test_flags_beside_a_speculators_draft_that_names_its_target(tmp_path: Path) 
     config, weights, _ = speculators()
     config["speculators_config"]["verifier"]["name_or_path"] = str(TARGET)
     draft = write_draft(tmp_path / "draft", config, weights)
-    with pytest.raises(Refusal, match="does not work with --enable-lora"):
-        ServerArgs(model_path=str(draft), enable_lora=True).resolve_once()
+    with pytest.raises(Refusal, match="does not work with --sidecar"):
+        ServerArgs(model_path=str(draft), sidecar="program").resolve_once()

@@ -16,7 +16,7 @@ PROMPT = random.Random(31).choices(range(5, 140), k=40)
 TOKENS = 48  # SGLang reports the last 64 steps
 
 
-def answer_of(target: Path, draft: Path, *flags: str) -> dict[str, Any]:
+def answer_of(target: Path, draft: Path, *flags: str, adapter: str | None = None) -> dict[str, Any]:
     pair = ("--model-path", str(target), "--speculative-draft-model-path", str(draft))
     sampling = {
         "temperature": 0,
@@ -25,6 +25,7 @@ def answer_of(target: Path, draft: Path, *flags: str) -> dict[str, Any]:
         "custom_params": {"spec_steps": True},
     }
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    body |= {"lora_path": adapter}
     with running(*pair, *FLAGS, *flags, dflash=True) as server:
         answered = requests.post(f"{server.url}/generate", json=body, timeout=300)
     assert answered.status_code == 200, answered.text
@@ -33,14 +34,26 @@ def answer_of(target: Path, draft: Path, *flags: str) -> dict[str, Any]:
 
 
 def compare_drafts(
-    answer: dict[str, Any], model: Any, semantics: Semantics, weights: dict[str, Any]
+    answer: dict[str, Any],
+    model: Any,
+    semantics: Semantics,
+    weights: dict[str, Any],
+    window: tuple[int, int] | None = None,
 ) -> None:
-    """The drafts of each step are those of an independent reading; model: Transformers' target."""
+    """The drafts of each step are those of an independent reading; model: Transformers' target.
+
+    window: the tokens that the draft sees, and the page at whose boundary they begin.
+    """
     output, meta = answer["output_ids"], answer["meta_info"]
     steps = meta["spec_steps"]
     assert len(steps) == meta["spec_verify_ct"] > 5
     for step in steps:
-        wanted = draft_block(model, semantics, weights, PROMPT + output[: step["place"]])
+        ids = PROMPT + output[: step["place"]]
+        first = 0
+        if window is not None:
+            size, page = window
+            first = max(0, len(ids) - 1 - size) // page * page
+        wanted = draft_block(model, semantics, weights, ids, first=first)
         assert step["drafts"] == wanted[: len(step["drafts"])]
         assert len(wanted) - len(step["drafts"]) == semantics.sample_from_anchor
     ends = [step["place"] + step["num_committed"] for step in steps]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
 from sglang.srt.server_args import ServerArgs
@@ -16,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
-from test.adapters import adapter_id, write_adapter
+from test.adapters import adapter_id, merged, vocabulary_of, write_adapter
 from test.arguments import arguments
 from test.checkpoints import draft_config, draft_weights, write_draft
 from test.forced import Forced
@@ -153,21 +152,6 @@ def assert_equal(reqs: list[Any], answers: list[dict[str, Any]]) -> None:
         assert {**found, "logprobs": None} == {**answer, "logprobs": None}
 
 
-def merged(target: str, adapter: Path) -> Qwen3ForCausalLM:
-    """The target with the adapter in its weights, by Transformers."""
-    model = Qwen3ForCausalLM.from_pretrained(target).eval()
-    found, state = load_file(adapter / "adapter_model.safetensors"), model.state_dict()
-    for name, a in found.items():
-        if "lora_A" in name:
-            b = found[name.replace("lora_A", "lora_B")]
-            key = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
-            state[key] += 2 * b @ a
-        if "lora_embedding_A" in name:
-            b = found[name.replace("embedding_A", "embedding_B")]
-            state["model.embed_tokens.weight"] += 2 * (b @ a).T
-    return model
-
-
 def test_drafts_read_the_adapted_target(target: str, draft: str, folder: Path) -> None:
     """The states are those of the target with the adapter, the embedding is the base's."""
     base, blocks = Qwen3ForCausalLM.from_pretrained(target), []
@@ -183,12 +167,8 @@ def test_drafts_read_the_adapted_target(target: str, draft: str, folder: Path) -
         req = add(engine, ASKED[0])
         engine.run(req)
         ids = list(req.origin_input_ids) + list(req.output_ids)
-    model, config = merged(target, folder / "wide"), draft_config()
-    vocabulary = {
-        "embed_tokens.weight": base.get_input_embeddings().weight.detach(),
-        "lm_head.weight": base.get_output_embeddings().weight.detach(),
-    }
-    weights = draft_weights(config) | vocabulary
+    model, config = merged(Path(target), folder / "wide"), draft_config()
+    weights = draft_weights(config) | vocabulary_of(base)
     assert len(blocks) > 3
     for at, tokens in blocks:
         drafts = draft_block(model, Semantics.of_zlab(config), weights, ids[: at + 1])

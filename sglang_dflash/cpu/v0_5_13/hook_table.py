@@ -21,13 +21,6 @@ CPU_HOOKS = (
         "cpu.v0_5_13.shims:limit_states",
         "SGLang sizes recurrent states for a GPU",
     ),
-    *(
-        Hook(f"lora.{function}", "AROUND", "cpu.v0_5_13.shims:without_pinning", "pins memory")
-        for function in (
-            "lora_manager.LoRAManager.init_state",
-            "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
-        )
-    ),
     Hook(
         "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "REPLACE",
@@ -39,15 +32,6 @@ CPU_HOOKS = (
         "REPLACE",
         "cpu.v0_5_13.shims:alloc_decode",
         "Triton kernel",
-    ),
-    *(
-        Hook(
-            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
-            "AROUND",
-            "cpu.v0_5_13.shims:apply_vocab_mask",
-            "no CPU branch",
-        )
-        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
     ),
     Hook(
         "server_args.ServerArgs._handle_cpu_backends",

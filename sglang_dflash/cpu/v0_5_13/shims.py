@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from sglang_dflash.cpu.limits import KV_BYTES, set_limits
 from sglang_dflash.seam.patched import temporarily
@@ -28,23 +27,6 @@ def limit_states(runner: Any, total_rest_memory: float) -> None:
     requests = KV_BYTES // (state * slots)
     most = args.max_running_requests or MANY_REQUESTS
     args.max_mamba_cache_size = slots * max(1, min(most, requests))
-
-
-class _Unpinned(TorchFunctionMode):
-    """Torch functions make tensors in pageable memory, whatever they are asked for."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.pin_memory:
-            return args[0]
-        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
-
-
-def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
-    with _Unpinned():
-        return original(*args, **kwargs)
 
 
 def alloc_extend(
@@ -78,19 +60,6 @@ def alloc_decode(
     return alloc_extend(
         allocator, seq_lens - 1, before, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu)
     )
-
-
-def apply_vocab_mask(original: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND the grammars' `apply_vocab_mask(logits, vocab_mask)`, which has no CPU branch.
-
-    logits: [n, V]; vocab_mask: [n, ceil(V / 32)] int32, bit i of word w allows token 32 w + i.
-    """
-    logits, mask = args[-2:] if len(args) >= 2 else (kwargs["logits"], kwargs["vocab_mask"])
-    if logits.device.type != "cpu":
-        original(*args, **kwargs)
-        return
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
 
 
 def default_backend(server_args: Any) -> None:

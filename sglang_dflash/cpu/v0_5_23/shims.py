@@ -36,10 +36,12 @@ def without_cuda(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def default_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Around `handle_cpu_backends`, whose default attention needs AMX."""
+    """Around `handle_cpu_backends`: default attention needs AMX, and LoRA is Triton code."""
     arguments = Arguments(server_args)
     if arguments.attention_backend is None:
         arguments.attention_backend = BACKEND
+    if arguments.lora_backend == "csgmv":
+        arguments.lora_backend = BACKEND
     previous(server_args)
 
 

@@ -24,6 +24,9 @@ class DFlashDraftModel(draft.DFlashDraftModel):
     def set_block_size(self, block_size: int) -> None:
         """`bind` says the width."""
 
+    def load_kv_cache_scales(self, path: str) -> None:
+        """They are the target's, whose KV is in FP8."""
+
     def forward(
         self,
         input_ids: Tensor,

@@ -34,6 +34,7 @@ def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, to
     elif len(taken) < len(run) and run is tokens:  # not after a prefill
         req.dflash_late, req.to_finish = req.to_finish, None
         taken = run[: len(taken) + 1]
+    req.grammar.finished = False  # of llguidance, which then masks again
     return taken
 
 
@@ -47,7 +48,16 @@ def states_up_to_the_end(
 
 
 def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
-    """AROUND `Req.update_finish_state`: the first token that ends a request is its last."""
+    """AROUND `Req.update_finish_state`: the first token that ends a request is its last.
+
+    SGLang has counted tokens of a thought behind it, too.
+    """
+    _finish(original, req, new_accepted_len)
+    if req.finished_len is not None:
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
+
+
+def _finish(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:
     late, req.dflash_late = getattr(req, "dflash_late", None), None
     params, output = req.sampling_params, req.output_ids
     if params.stop_strs or params.stop_regex_strs or late == FOLLOWED:
@@ -62,3 +72,16 @@ def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: i
         original(req, new_accepted_len)
     if late not in (None, ENDED, FOLLOWED) and not req.finished():
         req.to_finish = late
+
+
+def keep_known_kv(original: Callable[..., bool], sessions: Any, req: Any) -> bool:
+    """AROUND `StreamingSession.try_cache_finished_req`: the KV of the last token is not kept.
+
+    It is there only if a later step has computed it.
+    """
+    slot = sessions.borrowed_slot(req)
+    kept = original(sessions, req)
+    if kept:
+        known = len(req.origin_input_ids) + len(req.output_ids) - 1
+        slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, known)
+    return kept

@@ -72,6 +72,13 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "speculative.dflash_worker_v2.build_grammar_vocab_mask",
+        "AROUND",
+        "engine.v0_5_23.hooks:masks_of_any_grammar",
+        "grammars of outlines, and some of llguidance, cannot go back over drafts",
+        process_serves_dflash,
+    ),
+    Hook(
         "managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
         "AROUND",
         "engine.v0_5_23.hooks:processed_alone",
@@ -98,6 +105,13 @@ DFLASH_HOOKS = (
         "AROUND",
         "engine.v0_5_23.finish:finish_in_order",
         "of several ends in a block, SGLang does not take the first",
+        process_serves_dflash,
+    ),
+    Hook(
+        "session.streaming_session.StreamingSession.try_cache_finished_req",
+        "AROUND",
+        "engine.v0_5_23.finish:keep_known_kv",
+        "with speculation, a session keeps the KV of its last token, computed or not",
         process_serves_dflash,
     ),
     Hook(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import (
@@ -17,6 +18,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.engine import hooks
 from sglang_dflash.engine.capture import capture
 from sglang_dflash.engine.refusals import longest_request
+from sglang_dflash.logits.grammar import mask_by_grammar
 from sglang_dflash.model.target_parts import language_model
 from sglang_dflash.seam import release
 from sglang_dflash.seam.resolving import Arguments
@@ -112,6 +114,33 @@ def no_adjustments(original: Callable[..., None], **given: Any) -> None:
 
     SGLang's function knows no penalties, and calls custom processors for drafts they cannot see.
     """
+
+
+@dataclass(frozen=True)
+class GrammarMasks:
+    """The masks of a block's grammars, in the place of SGLang's `GrammarMask`."""
+
+    reqs: list[Any]
+    info: Any
+    tokens: list[list[int]]
+
+    def apply(self, logits: Tensor) -> None:
+        """Ban in place what is forbidden at each position. logits: [B * N, V]."""
+        mask_by_grammar(logits, self.reqs, self.info, self.tokens)
+
+
+def masks_of_any_grammar(
+    _: Any, *, reqs: list[Any], tree: Any, sampling_info: Any, barrier: Any, **__: Any
+) -> GrammarMasks:
+    """AROUND `build_grammar_vocab_mask`, whose masks are of grammars that can go back over drafts.
+
+    barrier: gives the grammars the tokens of the step before.
+    """
+    if barrier is not None:
+        barrier()
+    sampling_info.grammar_mask = None  # of the prefill
+    *_, tokens = tree.resolve()
+    return GrammarMasks(reqs, sampling_info, tokens.tolist())
 
 
 def processed_alone(original: Callable[[Any], bool], batch: Any) -> bool:

@@ -59,14 +59,8 @@ NEW_FLAGS = (
 )
 # What this package serves on the older release.
 OLD_FLAGS = (
-    _flag("enable_lora", None, False),
-    _flag("lora_paths", None),
     _flag("enable_hierarchical_cache", False),
-    _flag("enable_strict_thinking", False),
-    _flag("enable_streaming_session", False),
-    _flag("speculative_draft_window_size", None),
-    _flag("kv_cache_dtype", "auto"),
-    _flag("grammar_backend", None, "xgrammar", "none"),
+    _flag("kv_cache_dtype", "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
 )
 
 
@@ -84,6 +78,12 @@ OWN_FLAGS: tuple[Rule[Facts], ...] = (
         f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) off does not work with SGLang "
         "0.5.23: its scheduler launches each step before it handles the one before.",
         "Leave it out, or give --disable-overlap-schedule.",
+    ),
+    Rule(
+        "`--kv-cache-dtype fp8_e5m2` on a CPU",
+        lambda f: f.args.kv_cache_dtype == "fp8_e5m2" and not f.platform.queues_work,
+        "SGLang 0.5.23 does not keep KV in fp8_e5m2 {f.platform.place}.",
+        "Give --kv-cache-dtype fp8_e4m3.",
     ),
 )
 FLAGS: tuple[Rule[Facts], ...] = tuple(flag.rule() for flag in (*NEW_FLAGS, *OLD_FLAGS))

@@ -33,18 +33,22 @@ from sglang_dflash.report.worker import Report
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.sample import SamplingInput, TargetSampler, is_simple
+from sglang_dflash.targets.kv_dtype import check_loaded_kv
+from sglang_dflash.targets.lora import check_loaded_adapters
 
 
 class DFlashWorker(DFlashWorkerV2):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        arguments = Arguments(self.server_args)
+        check_loaded_kv(arguments, self.model_runner)
+        check_loaded_adapters(arguments, self.model_runner.model)
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
         runner = self.model_runner
         runner.sampler = self._first = FirstTokenSampler()
         self._sampler = TargetSampler(partial(_draw, self._first), self._rules, self._kernels)
         self.draft_model.bind(runner.model, self._kernels, False, self.block_size)
-        arguments = Arguments(self.server_args)
         self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
@@ -52,7 +56,7 @@ class DFlashWorker(DFlashWorkerV2):
         self._asked: SamplingInput  # of the step that runs; its block is not drafted yet
         self._candidates: Tensor  # of the same
         self._final_states: Tensor | None = None  # of the same, if a request wants hidden states
-        self._returns_states = False
+        self._returns_states = self._has_grammar = False  # of the same
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
@@ -71,13 +75,14 @@ class DFlashWorker(DFlashWorkerV2):
         info = batch.sampling_info  # a copy for this step
         extend = batch.forward_mode.is_extend()
         self._returns_states = batch.return_hidden_states
+        self._has_grammar = batch.has_grammar
         self._final_states = None
         self._asked = SamplingInput(
             batch.reqs,
             info,
             block=None,
             penalised=penalised(batch.reqs),
-            has_grammar=False,  # SGLang masks the logits itself
+            has_grammar=False,  # the logits are masked already
             output_of=_whole_output if extend else output_before_anchors(grammar_barrier),
         )
         if batch.return_logprob and info.is_any_greedy:  # SGLang scales these if others are sampled
@@ -113,12 +118,15 @@ class DFlashWorker(DFlashWorkerV2):
         if SGLang has it already. A greedy batch without rules is SGLang's own case.
         """
         self._candidates = candidates
-        if not self._sampler.is_argmax(self._asked):
+        alone = self._rules.one_token_a_step(replace(self._asked, has_grammar=self._has_grammar))
+        if any(alone) or not self._sampler.is_argmax(self._asked):
             offsets = torch.arange(candidates.shape[1], device=candidates.device)
             positions = prefix_lens[:, None] + offsets
             asked = replace(self._asked, block=Block(candidates, positions, slots=positions))
             target_predict = self._sampler(next_token_logits, asked, positions.flatten())
-            candidates = self._acceptable(asked, candidates, target_predict.view_as(candidates))
+            if any(alone):
+                draws = target_predict.view_as(candidates)
+                candidates = _not_acceptable(candidates, alone, draws, asked.info.vocab_size)
         return super()._accept_block(
             candidates=candidates,
             next_token_logits=next_token_logits,
@@ -126,20 +134,6 @@ class DFlashWorker(DFlashWorkerV2):
             target_predict=target_predict,
             **others,
         )
-
-    def _acceptable(self, asked: SamplingInput, candidates: Tensor, draws: Tensor) -> Tensor:
-        """The candidates, with wrong drafts for requests that commit one token a step.
-
-        All [B, N] int64. A draft is compared with the draw at the position before it. SGLang looks
-        up the logprobs of rejected ones, too, so they are tokens of the vocabulary.
-        """
-        alone = self._rules.one_token_a_step(asked)
-        if not any(alone):
-            return candidates
-        wrong = (draws.roll(1, dims=1) + 1) % asked.info.vocab_size
-        wrong[:, 0] = candidates[:, 0]
-        requests = to_device(alone, candidates.device, torch.bool)
-        return torch.where(requests[:, None], wrong, candidates)
 
     def _append_target_hidden_to_draft_kv_by_loc(
         self,
@@ -191,6 +185,21 @@ class DFlashWorker(DFlashWorkerV2):
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """Draws of any kind are supported."""
+
+
+def _not_acceptable(
+    candidates: Tensor, alone: list[bool], draws: Tensor, vocab_size: int
+) -> Tensor:
+    """The candidates, with wrong drafts for requests that commit one token a step.
+
+    candidates, draws: [B, N] int64; alone: [B], those requests. A draft is compared with the draw
+    at the position before it. SGLang looks up the logprobs of rejected ones, too, so they are
+    tokens of the vocabulary.
+    """
+    wrong = (draws.roll(1, dims=1) + 1) % vocab_size
+    wrong[:, 0] = candidates[:, 0]
+    requests = to_device(alone, candidates.device, torch.bool)
+    return torch.where(requests[:, None], wrong, candidates)
 
 
 def _rows_of_states(batch: ScheduleBatch) -> Any:

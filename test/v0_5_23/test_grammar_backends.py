@@ -1,0 +1,48 @@
+"""Grammars that cannot go back over drafts, or not always: each answer as without speculation."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sglang_dflash.tiny.prompts import held_out
+from test.servers import ALL_FEATURES, Client, chat, running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Robert"]}, "age": {"enum": [7, 61, 3205]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASKED: list[dict[str, Any]] = [
+    {"regex": r"(yes|no)[0-9]{3}"},
+    {"regex": r"[0-9]{5}", "ignore_eos": True},
+    {"json_schema": json.dumps(SCHEMA)},
+    {"regex": r"The answer is the number one hundred and twenty-[a-z]{3,5}\."},
+    {"regex": r"[a-z ]{12}", "temperature": 0.9, "sampling_seed": 7},
+    {"regex": r"[ab]{9}", "frequency_penalty": 0.7},
+    {},
+    {"logit_bias": {"2040": 50.0}, "max_new_tokens": 9, "ignore_eos": True},  # no word has its id
+]
+PROMPTS = [chat(example.prompt) for example in held_out("word", len(ASKED))]
+
+
+def said(client: Client, number: int) -> Any:
+    answer = client.generate(PROMPTS[number], **{"max_new_tokens": 30} | ASKED[number])
+    return answer["output_ids"], answer["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "outlines"])
+def test_grammar_backends(backend: str) -> None:
+    flags = (*ALL_FEATURES, "--grammar-backend", backend)
+    every = range(len(ASKED))
+    with running(*flags, dflash=False) as plain:
+        expected = [said(plain, number) for number in every]
+    with running(*flags, dflash=True) as server:
+        assert [said(server, number) for number in every] == expected
+        with ThreadPoolExecutor(len(ASKED)) as pool:
+            together = list(pool.map(lambda number: said(server, number), [*every, *every]))
+        assert together == expected * 2
