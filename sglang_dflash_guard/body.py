@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field, InstanceOf, PlainValidator
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import (
@@ -402,6 +403,12 @@ def _check_the_model(manager: Any, obj: Any) -> None:
         _check_stops(params, config.vocab_size)
     for overrides in _each(obj.positional_embed_overrides):
         _check_width("positional_embed_overrides", overrides.embeds.shape[-1], config.hidden_size)
+    if any(_each(obj.input_embeds)) and config.dtype != torch.bfloat16:
+        raise Refusal(
+            "input_embeds is given. SGLang makes bfloat16 of it, and the target computes in "
+            f"{str(config.dtype).removeprefix('torch.')}.",
+            "Send text or input_ids, or start the server with --dtype bfloat16.",
+        )
     for vectors in _each(obj.input_embeds):
         for vector in vectors if isinstance(vectors[0], list) else [vectors]:
             _check_width("input_embeds", len(vector), config.hidden_size)

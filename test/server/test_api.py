@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
 from test import releases
+from test.precision import LOGPROB_BOUND
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat
 
@@ -202,6 +203,18 @@ def test_session(server: Client, reference: Client) -> None:
         return said
 
     assert talk(server) == talk(reference)
+
+
+@on(TWO_RANKS)
+@pytest.mark.parametrize(
+    ("query", "items"), [("The answer is ", ["five", "six", "no"]), ([5, 6, 7], [[8, 9], [10]])]
+)
+def test_scores(server: Client, reference: Client, query: Any, items: list[Any]) -> None:
+    body = {"model": "m", "query": query, "items": items, "label_token_ids": [20, 21, 22]}
+    ours, theirs = (client.post("/v1/score", body) for client in (server, reference))
+    assert ours.status_code == theirs.status_code == 200, ours.text
+    pairs = zip(ours.json()["scores"], theirs.json()["scores"], strict=True)
+    assert all(one == pytest.approx(other, rel=LOGPROB_BOUND) for one, other in pairs)
 
 
 @pytest.fixture(scope="module")
