@@ -9,6 +9,7 @@ from sglang_dflash.checkpoint.fit import defects
 from sglang_dflash.engine.target_rules import joined
 from sglang_dflash.errors import BUILT_IN, Refusal, Rule
 from sglang_dflash.seam import release
+from sglang_dflash.settings.block_size import longest_block
 from sglang_dflash.settings.facts import DraftFacts
 
 PICKLED_FORMATS = ("pt", "npcache")
@@ -61,12 +62,7 @@ def _unserved_windows(facts: DraftFacts) -> str:
 
 def block_size(facts: DraftFacts) -> int:
     """The served block: an explicit flag, else the longest."""
-    return next(iter(_block_sizes(facts)), longest_block(facts))
-
-
-def longest_block(facts: DraftFacts) -> int:
-    """Positions of a whole block. SGLang's own worker verifies as many as the draft reads."""
-    return facts.draft.block_size if release.has_own_scheduler_step() else facts.draft.draft_width
+    return next(iter(_block_sizes(facts)), longest_block(facts.draft))
 
 
 class _Impossible(NamedTuple):
@@ -75,7 +71,7 @@ class _Impossible(NamedTuple):
 
 
 def _impossible_block(facts: DraftFacts) -> _Impossible | None:
-    size, longest = block_size(facts), longest_block(facts)
+    size, longest = block_size(facts), longest_block(facts.draft)
     return None if 2 <= size <= longest else _Impossible(size, longest)
 
 

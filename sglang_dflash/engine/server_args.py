@@ -13,6 +13,7 @@ from sglang_dflash.checkpoint.formats import speculators
 from sglang_dflash.checkpoint.served import draft_config, served_draft
 from sglang_dflash.engine import draft_rules, flag_rules, refusals
 from sglang_dflash.errors import Refusal, refuse
+from sglang_dflash.settings.block_size import longest_block
 from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.settings.options import Options
 
@@ -105,7 +106,7 @@ def serve_draft(server_args: Any) -> DraftFacts:
 
 
 def _set_block_size(facts: DraftFacts) -> None:
-    size, longest = draft_rules.block_size(facts), draft_rules.longest_block(facts)
+    size, longest = draft_rules.block_size(facts), longest_block(facts.draft)
     facts.args.speculative_num_draft_tokens = size
     if size < longest:
         logger.warning(

@@ -60,11 +60,10 @@ def mask_by_grammar(
 ) -> None:
     """Ban in place the tokens that each request's grammar forbids after its output and drafts.
 
-    logits: [B * w, V], of all positions of blocks, w = 1 after a prefill. tokens: [B][w], anchors
-    and drafts, on the host. A draft that the grammar forbids ends the walk: the target cannot draw
-    it, so nothing after it is accepted. Requests share a mask if one function applies it. No mask
-    has rows of a request without a grammar: llguidance also bans the ids after its tokenizer's in
-    every row.
+    logits: [B * w, V], of all positions of blocks, w = 1 after a prefill. tokens: B lists of anchor
+    and drafts. A draft that the grammar forbids ends the walk: the target cannot draw it, so
+    nothing after it is accepted. Requests share a mask if one function applies it. No mask has rows
+    of a request without a grammar: llguidance also bans the ids after its tokenizer's in every row.
     """
     alike: dict[Any, list[int]] = {}
     for i, req in enumerate(reqs):

@@ -20,6 +20,7 @@ from sglang_dflash.checkpoint.files import FETCH_AGAIN, JSON_LIMIT, read_json
 from sglang_dflash.checkpoint.fit import Target, defects, misfits, target_of
 from sglang_dflash.checkpoint.tensors import Tensors, read_headers
 from sglang_dflash.errors import Refusal, Unreachable, in_one_paragraph
+from sglang_dflash.settings.block_size import longest_block
 
 FITS, DOES_NOT_FIT, NOT_KNOWN = 0, 2, 3  # exit statuses
 
@@ -53,7 +54,7 @@ class Report:
             "reached": not self.unreachable,
             "family": draft.family.name if draft else "unknown",
             "format": draft.format if draft else "unknown",
-            "block_size": draft.block_size if draft else 0,
+            "block_size": longest_block(draft) if draft else 0,
             "draft_width": draft.draft_width if draft else 0,  # `block_size` of the checkpoint
             "target_layer_ids": {"transformers": [i + 1 for i in ids], "sglang": list(ids)},
             "mask_token_id": draft.mask_token_id if draft else -1,
@@ -184,7 +185,7 @@ def _rows(report: Report, draft: DFlashConfig) -> dict[str, Any]:
     rows: dict[str, Any] = {
         "family": draft.family.name,
         "format": draft.format,
-        "block size": f"{draft.block_size} ({draft.block_size - 1} drafts)",
+        "block size": f"{longest_block(draft)} ({longest_block(draft) - 1} drafts)",
         "layers": f"{draft.num_layers} x {draft.hidden_size}",
         "layer ids, Transformers": [i + 1 for i in draft.target_layer_ids],
         "layer ids, SGLang": list(draft.target_layer_ids),
