@@ -18,8 +18,6 @@ from sglang_dflash.seam import release
 from sglang_dflash.seam.http import bad_request
 from sglang_dflash_guard.endpoints import Query, check_of
 
-# How SGLang reads a body. For 0.5.23, NaN and integers of more than 64 bits are no JSON.
-READS = json.loads if release.has_own_scheduler_step() else orjson.loads
 DEEPEST = 256  # nested lists and objects of a body
 NO_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
 # Escaped halves of surrogate pairs without the other half, and text that looks like one.
@@ -78,7 +76,8 @@ class BodyChecks:
             refuse_unwritable(parsed)
         if check is not None:
             check(parsed, query)
-            _read(READS, body)
+            if not release.has_own_scheduler_step():
+                _read(orjson.loads, body)  # as SGLang 0.5.23 does, for which NaN is no JSON
 
 
 def _read(reads: Callable[[bytes], Any], body: bytes) -> Any:

@@ -110,6 +110,12 @@ ROWS = (
         "the adapters that a server starts with are loaded before their buffers exist",
     ),
     (
+        "managers.schedule_policy.PrefillAdder.add_one_req",
+        "AROUND",
+        "embeddings:among_their_kind",
+        "prompts of embeddings and of tokens in one prefill crash SGLang's scheduler",
+    ),
+    (
         "entrypoints.ollama.serving.OllamaServing.handle_chat",
         "AROUND",
         "other_apis:refuse_ollama",

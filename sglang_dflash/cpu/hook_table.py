@@ -29,14 +29,11 @@ EVERYWHERE = (
         "cpu.shims:plain_rope",
         "SGLang makes no plain RoPE for latent attention on a CPU",
     ),
-    *(
-        Hook(
-            f"constrained.xgrammar_backend.{owner}.apply_vocab_mask",
-            "AROUND",
-            "cpu.shims:apply_vocab_mask",
-            "no CPU branch",
-        )
-        for owner in ("XGrammarGrammar", "XGrammarGrammarBackend")
+    Hook(
+        "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+        "AROUND",
+        "cpu.shims:apply_vocab_mask",
+        "no CPU branch",
     ),
     *(
         Hook(f"lora.{function}", "AROUND", "cpu.shims:without_pinning", "pins memory")

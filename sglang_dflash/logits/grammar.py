@@ -119,8 +119,8 @@ def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int)
         in_thought = _is_in_thought(grammar)
         if in_thought and was_in_thought:
             mask[row + walked] = mask[row + walked - 1]
-        else:
-            grammar.fill_vocab_mask(mask, row + walked)
+        elif not _fill(grammar, mask, row + walked):
+            return
         if walked + 1 == len(tokens):
             break
         token = tokens[walked + 1]
@@ -132,9 +132,23 @@ def _walk(grammar: BaseGrammarObject, tokens: list[int], mask: Tensor, row: int)
         grammar.rollback(walked)
 
 
+def _fill(grammar: BaseGrammarObject, mask: Tensor, row: int) -> bool:
+    """Fill a mask row. False if the grammar has failed, as one of llguidance may, for good.
+
+    It has refused a token, which ends the request later, or has reached its own limits.
+    """
+    try:
+        grammar.fill_vocab_mask(mask, row)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_in_thought(grammar: BaseGrammarObject) -> bool:
-    """Whether a request thinks and may go on thinking."""
+    """Whether a request thinks, may go on thinking, and its grammar says nothing of thoughts."""
     if not isinstance(grammar, ReasonerGrammarObject):
+        return False
+    if getattr(grammar, "reasoning_in_grammar", False):  # SGLang 0.5.23
         return False
     return bool(grammar._is_thinking() and grammar._can_think_more())
 

@@ -16,6 +16,8 @@ from sglang_dflash.checkpoint.files import read_json
 from sglang_dflash.errors import Rule, refuse
 from sglang_dflash.settings.facts import Facts
 
+FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
 
 @dataclass(frozen=True)
 class KVFacts(Facts):
@@ -146,10 +148,11 @@ LOADED_RULES: tuple[Rule[ScaledFacts], ...] = (
 def check_loaded_kv(server_args: ServerArgs, runner: Any) -> None:
     """Raise `Refusal` if the KV of the loaded target cannot be served. runner: its ModelRunner.
 
-    The rules are asked again: SGLang reads from the loaded model that KV is in FP8, and sets
-    --kv-cache-dtype. Before, only checkpoints on this machine can be read.
+    The rules are asked again: SGLang reads from the loaded model that KV is in FP8. Before, only
+    checkpoints on this machine can be read.
     """
-    check_kv(server_args)
+    asked = FP8.get(runner.kv_cache_dtype, server_args.kv_cache_dtype)
+    refuse(RULES, KVFacts(server_args, asked))
     if _has_scales(runner.model):
         refuse(LOADED_RULES, ScaledFacts(server_args, runner.kv_cache_dtype, runner.dtype))
 

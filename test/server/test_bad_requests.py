@@ -57,7 +57,6 @@ SAMPLING: dict[str, list[Any]] = {
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("logprob_start_len", {"text": "x", "return_logprob": True, "logprob_start_len": -2}),
     ("input_ids", {"text": "x", "input_ids": [5], "input_embeds": [[0.0] * 192]}),
-    ("input_embeds", {"input_embeds": [[0.0] * 192] * 2}),  # the target computes in fp32
     *(
         (
             "stop_token_ids",

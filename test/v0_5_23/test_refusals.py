@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.plugins import load_plugins
+from torch import nn
 
 from sglang_dflash.engine.v0_5_23 import rules
 from sglang_dflash.errors import Refusal
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.tiny import DRAFT, TARGET
-from test.checkpoints import write_draft
+from test.checkpoints import write_draft, write_latent_pair
 from test.formats import speculators
 from training import hybrid
 
@@ -83,6 +87,20 @@ def test_flags(flag: Any) -> None:
 def test_options(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, names: str) -> None:
     monkeypatch.setenv(variable, value)
     assert names in refused()
+
+
+def test_kv_in_fp8_that_the_loaded_target_asks_for(tmp_path: Path) -> None:
+    """The flag stays `auto`: this SGLang says it only where the target's KV is allocated."""
+    arguments = resolved(*write_latent_pair(tmp_path), dtype="float32")
+    runner = SimpleNamespace(model=nn.Module(), dtype=torch.float32, kv_cache_dtype=torch.float32)
+    check_loaded_kv(arguments, runner)
+    runner.kv_cache_dtype = torch.float8_e4m3fn
+    with pytest.raises(Refusal, match="whose KV is not served in FP8"):
+        check_loaded_kv(arguments, runner)
+
+
+def test_another_device() -> None:
+    assert "DFLASH does not run on xpu" in refused(device="xpu")
 
 
 def test_kv_that_a_cpu_does_not_keep() -> None:

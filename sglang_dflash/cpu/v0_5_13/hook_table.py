@@ -34,6 +34,12 @@ CPU_HOOKS = (
         "Triton kernel",
     ),
     Hook(
+        "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "AROUND",
+        "cpu.shims:apply_vocab_mask",
+        "no CPU branch",
+    ),
+    Hook(
         "server_args.ServerArgs._handle_cpu_backends",
         "BEFORE",
         "cpu.v0_5_13.shims:default_backend",

@@ -34,7 +34,9 @@ def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, to
     elif len(taken) < len(run) and run is tokens:  # not after a prefill
         req.dflash_late, req.to_finish = req.to_finish, None
         taken = run[: len(taken) + 1]
-    req.grammar.finished = False  # of llguidance, which then masks again
+    # Without speculation SGLang does so after each token that does not finish the request. One of
+    # llguidance masks again then (`ignore_eos`).
+    req.grammar.finished = False
     return taken
 
 
@@ -82,6 +84,6 @@ def keep_known_kv(original: Callable[..., bool], sessions: Any, req: Any) -> boo
     slot = sessions.borrowed_slot(req)
     kept = original(sessions, req)
     if kept:
-        known = len(req.origin_input_ids) + len(req.output_ids) - 1
+        known = len(req.origin_input_ids) + max(0, len(req.output_ids) - 1)
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, known)
     return kept

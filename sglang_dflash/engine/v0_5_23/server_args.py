@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.engine import flag_rules
+from sglang_dflash.engine import flag_rules, refusals
 from sglang_dflash.engine import server_args as every_release
 from sglang_dflash.engine.v0_5_23 import rules
 from sglang_dflash.errors import refuse
@@ -33,6 +33,7 @@ def check_target(server_args: Any) -> None:
 def handle_dflash(server_args: Any) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
     arguments = Arguments(server_args)
+    refusals.check_flags(arguments)
     with flags_given(getattr(server_args, "dflash_flags", NO_FLAGS)):
         refuse(rules.OWN_FLAGS, Facts(arguments))
         every_release.serve_draft(arguments)
