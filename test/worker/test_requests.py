@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ MANAGER = SimpleNamespace(
         enable_metrics=True,
         tokenizer_metrics_allowed_custom_labels=["team"],
     ),
-    model_config=SimpleNamespace(vocab_size=2048, hidden_size=4),
+    model_config=SimpleNamespace(vocab_size=2048, hidden_size=4, dtype=torch.bfloat16),
 )
 
 
