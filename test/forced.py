@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Forced:
                 right = ahead[j - 1] if j <= len(ahead) else 0
                 tokens[row, j] = right if j <= count else (right + 1) % self.vocab_size
         assert torch.equal(tokens[:, 0], block.token_ids[:, 0])
-        return Block(tokens, block.positions, block.slots, block.probabilities)
+        return replace(block, token_ids=tokens)
 
 
 @dataclass
@@ -76,4 +76,4 @@ class Remembered:
             committed = int(block.positions[row, 0]) + 1 - len(req.origin_input_ids)
             ahead = answer[committed : committed + tokens.shape[1] - 1]
             tokens[row, 1 : 1 + len(ahead)] = torch.tensor(ahead, dtype=tokens.dtype)
-        return Block(tokens, block.positions, block.slots, block.probabilities)
+        return replace(block, token_ids=tokens)

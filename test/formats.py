@@ -142,7 +142,8 @@ def scaled() -> Case:
             "output_multiplier": 0.5,
         }
     )
-    return config, weights, replace(semantics, embedding_scale=3.5)
+    scales: dict[str, Any] = {"logit_multiplier": 0.5, "logit_cap": 20.0}
+    return config, weights, replace(semantics, embedding_scale=3.5, **scales)
 
 
 def prefixed() -> Case:

@@ -120,10 +120,12 @@ def draft_block(
     ids: list[int],
     width: int | None = None,
     first: int = 0,
+    noise: Tensor | None = None,
 ) -> list[int]:
     """Drafts behind `ids`, whose last token is the anchor, reading `width` positions.
 
-    Context tokens before position `first` are not seen.
+    Context tokens before position `first` are not seen. noise: [drafts, V], added to the logits of
+    the target's tokens.
     """
     n, s = width or semantics.block_size, semantics
     context, anchor = ids[:-1], ids[-1]
@@ -142,18 +144,24 @@ def draft_block(
     base = (h @ head.T) * s.logit_multiplier
     if s.logit_cap is not None:
         base = (base / s.logit_cap).tanh() * s.logit_cap
+    if noise is None:
+        noise = torch.zeros(n, max(len(embedding), len(head)))
     if s.domino is not None:
-        return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, ids)
+        return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, noise, ids)
     token, state = anchor, torch.zeros(0)
-    tokens = []
+    tokens: list[int] = []
+    target_ids = torch.arange(len(head))[: s.columns]
+    if "d2t" in weights:
+        target_ids = target_ids + weights["d2t"]
     for i in range(n):
         bias, state = _markov(s, weights, h[i], token, state)
         if i == 0 and not s.sample_from_anchor:
             continue
-        draft = int((base[i] + bias)[: s.columns].argmax())
+        here = noise[len(tokens)]
+        token_before = token
+        token = int(target_ids[((base[i] + bias)[: s.columns] + here[target_ids]).argmax()])
         if s.candidates is not None:
-            draft = _selected(s, weights, h[i], base[i], token)
-        token = draft + int(weights["d2t"][draft]) if "d2t" in weights else draft
+            token = _selected(s, weights, h[i], base[i], here, token_before)
         tokens.append(token)
     return tokens
 
@@ -164,6 +172,7 @@ def _domino(
     embedding: Tensor,
     h: Tensor,
     base: Tensor,
+    noise: Tensor,
     ids: list[int],
 ) -> list[int]:
     """SpecForge's rule. The GRU begins anew for each draft, and reads all tokens before it."""
@@ -179,14 +188,19 @@ def _domino(
             state = gru(read)[0][-1] if len(read) else torch.zeros(w_hh.shape[1])
             inner = weights["embed_proj.0.weight"] @ torch.cat([h[row], state])
             logits = logits + weights["embed_proj.2.weight"] @ torch.nn.functional.silu(inner)
-        drafts.append(int(logits.argmax()))
+        drafts.append(int((logits + noise[n][: len(logits)]).argmax()))
     return drafts
 
 
 def _selected(
-    s: Semantics, weights: dict[str, Tensor], hidden: Tensor, logits: Tensor, before: int
+    s: Semantics,
+    weights: dict[str, Tensor],
+    hidden: Tensor,
+    logits: Tensor,
+    noise: Tensor,
+    before: int,
 ) -> int:
-    """DFlash 2's rule: the best of the likeliest tokens behind `before`."""
+    """DFlash 2's rule: the best of the likeliest tokens behind `before`, by score and noise."""
     prefix = "candidate_selector."
     w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     w = {k.replace("codebook.weight", "codebook"): v for k, v in w.items()}
@@ -196,7 +210,7 @@ def _selected(
     for token in logits.argsort(descending=True)[: s.candidates].tolist():
         product = row * w["successor_codebook"][token]
         edge = (product * gate).sum() if s.edges_read_hidden else product.sum()
-        scores[token] = float(logits[token] + edge)
+        scores[token] = float(logits[token] + edge + noise[token])
     best: int = max(scores, key=lambda token: scores[token])
     return best
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sglang_dflash.method.noise import hash32
+
 
 def no_kv_copy_kernel(pool: Any) -> None:
     """REPLACE `MHATokenToKVPool._init_kv_copy_and_warmup`: nothing moves KV on this path."""
@@ -17,32 +19,10 @@ def no_kv_copy_kernel(pool: Any) -> None:
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """REPLACE SGLang's Triton kernel of the same name, bit for bit.
 
-    MurmurHash3 (x86, 32 bit) of the four words seed low, seed high, position, column. seed,
-    positions: [n] integers; col_indices: [m] integers. Returns [n, m] uint32.
+    seed, positions: [n] integers; col_indices: [m] integers. Returns [n, m] uint32.
     """
-    mask = 0xFFFFFFFF
-
-    def mix(h: Tensor, k: Tensor) -> Tensor:
-        k = _times(k, 0xCC9E2D51)
-        k = _times((k << 15 | k >> 17) & mask, 0x1B873593)
-        h = h ^ k
-        return (_times((h << 13 | h >> 19) & mask, 5) + 0xE6546B64) & mask
-
-    seed = seed.view(torch.int64)[:, None]
-    words = (seed & mask, seed >> 32 & mask, positions.long()[:, None] & mask)
-    h = torch.zeros_like(seed)
-    for word in (*words, col_indices.long()[None] & mask):
-        h = mix(h, word)
-    h = h ^ 16
-    h = _times(h ^ h >> 16, 0x85EBCA6B)
-    h = _times(h ^ h >> 13, 0xC2B2AE35)
-    return (h ^ h >> 16).to(torch.uint32)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """x * factor mod 2**32, in int64 without overflow. x: int64 below 2**32."""
-    low, high = factor & 0xFFFF, factor >> 16
-    return (x * low + ((x * high & 0xFFFF) << 16)) & 0xFFFFFFFF
+    seeds = seed.view(torch.int64)[:, None]
+    return hash32(seeds, positions[:, None], col_indices).view(torch.uint32)
 
 
 def skip_batch_invariant_mode() -> None:

@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sglang_dflash.kernels import accept, argmax, biased_argmax, next_block, store_kv
+from torch import Tensor
+
+from sglang_dflash.kernels import (
+    accept,
+    argmax,
+    biased_argmax,
+    draw,
+    next_block,
+    noise,
+    shares,
+    store_kv,
+)
 from sglang_dflash.method.acceptance import AcceptResult
 
 
@@ -18,7 +29,10 @@ class Kernels(NamedTuple):
     next_block: Callable[..., next_block.NextBlock]
     largest: Callable[..., argmax.Largest]
     biased_largest: Callable[..., argmax.Largest]
+    draw: Callable[..., Tensor]
+    gumbel: Callable[..., Tensor]
     accept: Callable[..., AcceptResult]
+    judge_shares: Callable[..., None]
     store_kv: Callable[..., None]
 
     @classmethod
@@ -29,13 +43,19 @@ class Kernels(NamedTuple):
                 next_block=next_block.launch_next_block,
                 largest=argmax.launch_largest,
                 biased_largest=biased_argmax.launch_biased_largest,
+                draw=draw.launch_draw,
+                gumbel=noise.launch_gumbel,
                 accept=accept.launch_accept,
+                judge_shares=shares.launch_judge_shares,
                 store_kv=store_kv.launch_store_kv,
             )
         return cls(
             next_block=next_block.next_block_in_torch,
             largest=argmax.largest_in_torch,
             biased_largest=biased_argmax.biased_largest_in_torch,
+            draw=draw.draw_in_torch,
+            gumbel=noise.gumbel_in_torch,
             accept=accept.accept_in_torch,
+            judge_shares=shares.judge_shares_in_torch,
             store_kv=store_kv.store_kv_in_torch,
         )

@@ -1,20 +1,26 @@
-"""The largest logit of each token. Each logit is read once, at the speed of memory."""
+"""The largest logit of each token. Each logit is read once, at the speed of memory.
+
+With noise (`method.noise`), the largest sum of a logit and its noise, for each share of the noise.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.noise import gumbel, hash_of_position
+from sglang_dflash.method.noise import SHARES, DraftNoise
+
 COLUMNS = 4096  # of the vocabulary that a program reads together
 PROGRAMS = 1056  # at least, for few tokens: eight per multiprocessor of an H100
 
 
 class Largest(NamedTuple):
-    """The largest logit of each token, a field of [n] each."""
+    """The largest logit of each token, a field of [n, C] each: C shares of noise, or 1 without."""
 
     argmax: Tensor  # int64, the lowest index on a tie
     value: Tensor  # float32
@@ -28,98 +34,197 @@ class Largest(NamedTuple):
         return cls(logits.new_empty(shape, dtype=torch.int64), value, sum_exp)
 
 
-def launch_largest(logits: Tensor, return_probs: bool = False) -> Largest:
+def launch_largest(
+    logits: Tensor, return_probs: bool = False, noise: DraftNoise | None = None
+) -> Largest:
     """Find the largest logit of each token.
 
     logits: [n, V] of a float type, the last dimension contiguous; return_probs: compute `sum_exp`,
-    too. NaN counts as infinity. If there are few tokens, several programs share the logits of each.
+    too; noise: of n drafts. NaN counts as infinity. If there are few tokens, several programs share
+    the logits of each. A request without noise has the same result for all shares.
     """
     tokens, size = logits.shape
     assert logits.stride(1) == 1
     parts = min(triton.cdiv(size, COLUMNS), triton.cdiv(PROGRAMS, max(tokens, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
-    partial = Largest.empty(logits, (tokens, parts), return_probs)
+    shares = 1 if noise is None else len(SHARES)
+    partial = Largest.empty(logits, (tokens, parts, shares), return_probs)
     _largest_of_parts[(tokens, parts)](
-        logits, *partial, logits.stride(0), size, share, columns=COLUMNS, num_warps=8
+        logits,
+        *partial,
+        *noise_arguments(noise, tokens),
+        logits.stride(0),
+        size,
+        share,
+        columns=COLUMNS,
+        shares=shares,
+        num_warps=8,
     )
     return reduce_parts(partial, parts, triton.cdiv(size, COLUMNS))
 
 
+def noise_arguments(noise: DraftNoise | None, tokens: int) -> tuple[Any, ...]:
+    """What kernels take of the noise of so many tokens."""
+    if noise is None:
+        return (None,) * 5 + (0,) * 3
+    drafts = tokens // max(1, len(noise.rows))
+    table, positions = noise.table, noise.positions
+    tensors = table.seeds, table.temperatures, noise.rows, positions, noise.ids
+    return (*tensors, positions.stride(0), noise.first, drafts)
+
+
 def reduce_parts(partial: Largest, parts: int, most_parts: int) -> Largest:
-    """The largest logit of each token, [n] per field, from those of its parts, [n, parts] each.
+    """The largest logit of each token, [n, C] per field, from those of its parts, [n, parts, C].
 
     most_parts: an upper bound, so that no number of tokens needs another compilation.
     """
-    tokens = len(partial.value)
-    found = Largest.empty(partial.value, (tokens,), partial.sum_exp is not None)
+    tokens, _, shares = partial.value.shape
+    found = Largest.empty(partial.value, (tokens, shares), partial.sum_exp is not None)
     padded = triton.next_power_of_2(most_parts)
-    _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded)
+    _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded, shares=shares)
     return found
 
 
-def largest_in_torch(logits: Tensor, return_probs: bool = False) -> Largest:
+def largest_in_torch(
+    logits: Tensor, return_probs: bool = False, noise: DraftNoise | None = None
+) -> Largest:
     """The reference of `launch_largest`."""
-    index = logits.argmax(dim=-1)
-    value = logits.gather(1, index[:, None]).squeeze(1).float()
-    sum_exp = (logits.float() - value[:, None]).exp_().sum(dim=-1) if return_probs else None
-    return Largest(index, value, sum_exp)
+    scores = _with_noise(logits, noise)
+    index = scores.argmax(dim=-1)
+    value = scores.gather(2, index[..., None]).squeeze(2).float()
+    sum_exp = (scores.float() - value[..., None]).exp_().sum(dim=-1) if return_probs else None
+    found = Largest(index, value, sum_exp)
+    if noise is not None and index.shape[1] == 1:
+        every = (None if field is None else field.expand(-1, len(SHARES)) for field in found)
+        return Largest(*every)  # type: ignore[arg-type]
+    return found
+
+
+def _with_noise(logits: Tensor, noise: DraftNoise | None) -> Tensor:
+    """[n, C, V], or [n, 1, V] if nothing has noise."""
+    if noise is None or not bool(noise.scales().any()):
+        return logits[:, None]
+    drafts = logits.shape[0] // len(noise.rows)
+    scales = noise.scales()[:, None, :, None]  # [B, 1, C, 1]
+    shared = scales * noise.gumbel(drafts, noise.ids)[:, :, None]  # [B, M, C, V]
+    return logits[:, None] + shared.flatten(0, 1)
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
 @triton.jit
+def scales_of_noise(temperature, shares: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The factor of the noise at each of SHARES: 0, then from a half to the whole temperature."""
+    number = tl.arange(0, shares)
+    return tl.where(number == 0, 0.0, (number + 1) / shares) * temperature
+
+
+@triton.jit
+def _search(  # type: ignore[no-untyped-def]
+    src,  # of a token's logits
+    ids,  # [V] int32
+    start,
+    end,
+    size,
+    state,  # uint32, the hash of its position
+    temperature,
+    return_probs: tl.constexpr,
+    columns: tl.constexpr,
+    shares: tl.constexpr,
+):
+    """The largest from one column to another: its index, its value, `sum_exp`, [shares] each."""
+    scale = scales_of_noise(temperature, shares)[:, None]
+    best = tl.full([shares, columns], float("-inf"), tl.float32)  # of each lane
+    where = tl.zeros([shares, columns], tl.int32) + start + tl.arange(0, columns)[None, :]
+    sum_exp = tl.zeros([shares, columns], tl.float32)
+    for first in range(start, end, columns):
+        column = first + tl.arange(0, columns)
+        logit = tl.load(src + column, column < size, float("-inf")).to(tl.float32)[None, :]
+        if shares > 1:
+            logit += scale * gumbel(state, tl.load(ids + column, column < size, 0))[None, :]
+        logit = tl.where(logit != logit, float("inf"), logit)
+        if return_probs:
+            ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
+            sum_exp = tl.where(logit > best, sum_exp * ratio + 1.0, sum_exp + ratio)
+        where = tl.where(logit > best, column[None, :], where)
+        best = tl.maximum(best, logit)
+    value = tl.max(best, axis=1)
+    is_best = best == value[:, None]
+    index = tl.min(tl.where(is_best, where, size), axis=1)
+    if return_probs:
+        sum_exp *= tl.where(is_best, 1.0, tl.exp(best - value[:, None]))
+    return index.to(tl.int64), value, tl.sum(sum_exp, axis=1)
+
+
+@triton.jit(do_not_specialize=["first"])
 def _largest_of_parts(  # type: ignore[no-untyped-def]
     logits,  # [n, V]
-    indices,  # [n, parts] int64
-    values,  # [n, parts] float32
-    sum_exps,  # [n, parts] float32 or None
+    indices,  # [n, parts, shares] int64
+    values,  # [n, parts, shares] float32
+    sum_exps,  # [n, parts, shares] float32 or None
+    seeds,  # [R] int64, and so on: `noise_arguments`
+    temperatures,  # [R] float32
+    rows,  # [B]
+    positions,  # [B] int64
+    ids,  # [V] int32
+    positions_stride,
+    first,
+    drafts,
     stride,  # of a token
     size,  # V
     share,  # columns of a program
     columns: tl.constexpr,
+    shares: tl.constexpr,
 ):
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dst = token * tl.num_programs(1) + part
-    first = part * share + tl.arange(0, columns)
-    best = tl.full([columns], float("-inf"), tl.float32)  # of each lane
-    where = first
-    sum_exp = tl.zeros([columns], tl.float32)
-    for start in range(0, share, columns):
-        column = start + first
-        logit = tl.load(logits + token * stride + column, column < size, float("-inf"))
-        logit = logit.to(tl.float32)
-        logit = tl.where(logit != logit, float("inf"), logit)
-        if sum_exps is not None:
-            ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
-            sum_exp = tl.where(logit > best, sum_exp * ratio + 1.0, sum_exp + ratio)
-        where = tl.where(logit > best, column, where)
-        best = tl.maximum(best, logit)
-    value = tl.max(best)
+    start = part * share
+    end = start + share
+    src = logits + token * stride
+    probs: tl.constexpr = sum_exps is not None
+    temperature = 0.0
+    if shares > 1:
+        request = token // drafts
+        row = tl.load(rows + request)
+        temperature = tl.load(temperatures + row)
+    if temperature > 0.0:
+        position = tl.load(positions + request * positions_stride) + first + token % drafts
+        state = hash_of_position(tl.load(seeds + row), position)
+        index, value, sum_exp = _search(
+            src, ids, start, end, size, state, temperature, probs, columns // shares, shares
+        )
+    else:
+        index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
+        index = tl.broadcast_to(index, [shares])
+        value = tl.broadcast_to(value, [shares])
+        sum_exp = tl.broadcast_to(sum_exp, [shares])
+    dst = (token * tl.num_programs(1) + part) * shares + tl.arange(0, shares)
+    tl.store(indices + dst, index)
     tl.store(values + dst, value)
-    tl.store(indices + dst, tl.min(tl.where(best == value, where, size)).to(tl.int64))
-    if sum_exps is not None:
-        sum_exp *= tl.where(best == value, 1.0, tl.exp(best - value))
-        tl.store(sum_exps + dst, tl.sum(sum_exp))
+    if probs:
+        tl.store(sum_exps + dst, sum_exp)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _largest_of_tokens(  # type: ignore[no-untyped-def]
-    indices,  # [n, parts] int64
-    values,  # [n, parts] float32
-    sum_exps,  # [n, parts] float32 or None
-    index,  # [n] int64
-    value,  # [n] float32
-    sum_exp,  # [n] float32 or None
+    indices,  # [n, parts, shares] int64
+    values,  # [n, parts, shares] float32
+    sum_exps,  # [n, parts, shares] float32 or None
+    index,  # [n, shares] int64
+    value,  # [n, shares] float32
+    sum_exp,  # [n, shares] float32 or None
     parts,
     padded: tl.constexpr,
+    shares: tl.constexpr,
 ):
     token = tl.program_id(0)
-    part = tl.arange(0, padded)
-    src = token * parts + part
+    part, number = tl.arange(0, padded)[:, None], tl.arange(0, shares)[None, :]
+    src = (token * parts + part) * shares + number
     each = tl.load(values + src, part < parts, float("-inf"))
-    best = tl.max(each)
-    first = tl.min(tl.where((each == best) & (part < parts), part, padded))
-    tl.store(index + token, tl.load(indices + token * parts + first))
-    tl.store(value + token, best)
+    best = tl.max(each, axis=0)[None, :]
+    first = tl.min(tl.where((each == best) & (part < parts), part, padded), axis=0)[None, :]
+    dst = token * shares + number
+    tl.store(index + dst, tl.load(indices + (token * parts + first) * shares + number))
+    tl.store(value + dst, best)
     if sum_exps is not None:
         share = tl.load(sum_exps + src, part < parts, 0.0)
-        tl.store(sum_exp + token, tl.sum(share * tl.where(each == best, 1.0, tl.exp(each - best))))
+        share *= tl.where(each == best, 1.0, tl.exp(each - best))
+        tl.store(sum_exp + dst, tl.sum(share, axis=0)[None, :])

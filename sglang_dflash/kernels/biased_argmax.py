@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.argmax import PROGRAMS, Largest, largest_in_torch, reduce_parts
+from sglang_dflash.kernels.argmax import (
+    PROGRAMS,
+    Largest,
+    largest_in_torch,
+    noise_arguments,
+    reduce_parts,
+    scales_of_noise,
+)
+from sglang_dflash.kernels.noise import gumbel, hash_of_position
+from sglang_dflash.method.noise import SHARES, DraftNoise
 
 TOKENS = 16  # of a program; the least that tensor cores multiply
 COLUMNS = 64  # of the vocabulary that a program reads together
@@ -15,13 +24,17 @@ RANKS = 64  # of the weight that it reads together; more would not fit the memor
 
 
 def launch_biased_largest(
-    logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool = False
+    logits: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    return_probs: bool = False,
+    noise: DraftNoise | None = None,
 ) -> Largest:
     """Find the largest of `logits + latent @ weight.T` for each token.
 
     logits: [n, V] of a float type; latent: [n, r]; weight: [V, r], both of another float type; the
-    last dimension of logits and latent is contiguous; return_probs: compute `sum_exp`, too. NaN
-    counts as infinity. The weight is read once for every 16 tokens.
+    last dimension of logits and latent is contiguous; the others as in `launch_largest`. NaN counts
+    as infinity. The weight is read once for every 16 tokens.
     """
     tokens, size = logits.shape
     assert logits.stride(1) == latent.stride(1) == 1
@@ -30,13 +43,15 @@ def launch_biased_largest(
     most_parts = min(most_parts, PROGRAMS)
     parts = min(most_parts, triton.cdiv(PROGRAMS, max(groups, 1)))
     share = triton.cdiv(size, parts * COLUMNS) * COLUMNS
-    partial = Largest.empty(logits, (tokens, parts), return_probs)
+    shares = 1 if noise is None else len(SHARES)
+    partial = Largest.empty(logits, (tokens, parts, shares), return_probs)
     rank = latent.shape[1]
     _largest_biased_of_parts[(groups, parts)](
         logits,
         latent,
         weight,
         *partial,
+        *noise_arguments(noise, tokens),
         logits.stride(0),
         latent.stride(0),
         *weight.stride(),
@@ -47,15 +62,20 @@ def launch_biased_largest(
         group=TOKENS,
         columns=COLUMNS,
         ranks=RANKS,
+        shares=shares,
     )
     return reduce_parts(partial, parts, most_parts)
 
 
 def biased_largest_in_torch(
-    logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool = False
+    logits: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    return_probs: bool = False,
+    noise: DraftNoise | None = None,
 ) -> Largest:
     """The reference of `launch_biased_largest`."""
-    return largest_in_torch(_biased(logits, latent, weight), return_probs)
+    return largest_in_torch(_biased(logits, latent, weight), return_probs, noise)
 
 
 def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
@@ -65,34 +85,40 @@ def _biased(logits: Tensor, latent: Tensor, weight: Tensor) -> Tensor:
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
-@triton.jit(do_not_specialize=["tokens"])
-def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
+@triton.jit
+def _search(  # type: ignore[no-untyped-def]
     logits,  # [n, V]
     latent,  # [n, r]
     weight,  # [V, r]
-    indices,  # [n, parts] int64
-    values,  # [n, parts] float32
-    sum_exps,  # [n, parts] float32 or None
-    logits_stride,  # of a token
-    latent_stride,  # of a token
-    weight_stride,  # of a column
+    ids,  # [V] int32
+    token,  # [group] int64
+    token_mask,
+    start,
+    end,
+    state,  # [group] uint32, the hash of each position
+    temperature,  # [group] float32
+    logits_stride,
+    latent_stride,
+    weight_stride,
     rank_stride,
-    tokens,  # n
     size,  # V
     rank,  # r
-    share,  # columns of a program
     group: tl.constexpr,
     columns: tl.constexpr,
     ranks: tl.constexpr,
+    return_probs: tl.constexpr,
+    shares: tl.constexpr,
 ):
-    token = (tl.program_id(0) * group + tl.arange(0, group)).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    token_mask = token < tokens
-    best = tl.full([columns, group], float("-inf"), tl.float32)
-    where = tl.zeros([columns, group], tl.int32) + size
-    sum_exp = tl.zeros([columns, group], tl.float32)
-    for start in range(0, share, columns):
-        column = part * share + start + tl.arange(0, columns)
+    """The largest from one column to another: its index, its value, `sum_exp`.
+
+    The results are [shares, group], the tiles [shares, columns, group].
+    """
+    scale = scales_of_noise(1.0, shares)[:, None, None] * temperature[None, None, :]
+    best = tl.full([shares, columns, group], float("-inf"), tl.float32)
+    where = tl.zeros([shares, columns, group], tl.int32) + size
+    sum_exp = tl.zeros([shares, columns, group], tl.float32)
+    for begin in range(start, end, columns):
+        column = begin + tl.arange(0, columns)
         column_mask = column < size
         row = column.to(tl.int64)[:, None]
         bias = tl.zeros([columns, group], tl.float32)
@@ -106,18 +132,85 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
             bias = tl.dot(matrix, mixed, bias, input_precision="ieee")
         mask = column_mask[:, None] & token_mask[None, :]
         logit = tl.load(logits + token[None, :] * logits_stride + row, mask, float("-inf"))
-        logit = logit.to(tl.float32) + bias
+        logit = (logit.to(tl.float32) + bias)[None, :, :]
+        if shares > 1:
+            token_id = tl.load(ids + column, column_mask, 0)
+            logit += scale * gumbel(state[None, :], token_id[:, None])[None, :, :]
         logit = tl.where(logit != logit, float("inf"), logit)
-        if sum_exps is not None:
+        if return_probs:
             ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
             sum_exp = tl.where(logit > best, sum_exp * ratio + 1.0, sum_exp + ratio)
-        where = tl.where(logit > best, column[:, None], where)
+        where = tl.where(logit > best, column[None, :, None], where)
         best = tl.maximum(best, logit)
-    value = tl.max(best, axis=0)
-    dst = token * parts + part
-    lowest = tl.min(tl.where(best == value[None, :], where, size), axis=0)
-    tl.store(values + dst, value, token_mask)
-    tl.store(indices + dst, lowest.to(tl.int64), token_mask)
-    if sum_exps is not None:
-        sum_exp *= tl.where(best == value[None, :], 1.0, tl.exp(best - value[None, :]))
-        tl.store(sum_exps + dst, tl.sum(sum_exp, axis=0), token_mask)
+    value = tl.max(best, axis=1)
+    is_best = best == value[:, None, :]
+    index = tl.min(tl.where(is_best, where, size), axis=1)
+    if return_probs:
+        sum_exp *= tl.where(is_best, 1.0, tl.exp(best - value[:, None, :]))
+    return index.to(tl.int64), value, tl.sum(sum_exp, axis=1)
+
+
+@triton.jit(do_not_specialize=["tokens", "first"])
+def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
+    logits,  # [n, V]
+    latent,  # [n, r]
+    weight,  # [V, r]
+    indices,  # [n, parts, shares] int64
+    values,  # [n, parts, shares] float32
+    sum_exps,  # [n, parts, shares] float32 or None
+    seeds,  # [R] int64, and so on: `noise_arguments`
+    temperatures,  # [R] float32
+    rows,  # [B]
+    positions,  # [B] int64
+    ids,  # [V] int32
+    positions_stride,
+    first,
+    drafts,
+    logits_stride,  # of a token
+    latent_stride,  # of a token
+    weight_stride,  # of a column
+    rank_stride,
+    tokens,  # n
+    size,  # V
+    rank,  # r
+    share,  # columns of a program
+    group: tl.constexpr,
+    columns: tl.constexpr,
+    ranks: tl.constexpr,
+    shares: tl.constexpr,
+):
+    token = (tl.program_id(0) * group + tl.arange(0, group)).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    token_mask = token < tokens
+    start = part * share
+    end = start + share
+    probs: tl.constexpr = sum_exps is not None
+    none = tl.zeros([group], tl.float32)
+    hottest = 0.0
+    if shares > 1:
+        request = token // drafts
+        row = tl.load(rows + request, token_mask, 0)
+        temperature = tl.load(temperatures + row, token_mask, 0.0)
+        hottest = tl.max(temperature)
+    if hottest > 0.0:
+        position = tl.load(positions + request * positions_stride, token_mask, 0)
+        state = hash_of_position(tl.load(seeds + row), position + first + token % drafts)
+        index, value, sum_exp = _search(
+            logits, latent, weight, ids, token, token_mask, start, end, state, temperature,
+            logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
+            group, columns, ranks, probs, shares,
+        )  # fmt: skip
+    else:
+        index, value, sum_exp = _search(
+            logits, latent, weight, ids, token, token_mask, start, end, none, none,
+            logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
+            group, columns, ranks, probs, 1,
+        )  # fmt: skip
+        index = tl.broadcast_to(index, [shares, group])
+        value = tl.broadcast_to(value, [shares, group])
+        sum_exp = tl.broadcast_to(sum_exp, [shares, group])
+    dst = (token * parts + part)[None, :] * shares + tl.arange(0, shares)[:, None]
+    tl.store(values + dst, value, token_mask[None, :])
+    tl.store(indices + dst, index, token_mask[None, :])
+    if probs:
+        tl.store(sum_exps + dst, sum_exp, token_mask[None, :])

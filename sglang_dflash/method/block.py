@@ -22,6 +22,8 @@ class Block:
     positions: Tensor  # [B, N] int64, in the text
     slots: Tensor  # [B, N] int64, KV slots in both pools
     probabilities: Tensor | None = None  # [B, N-1] float32, the draft's own; None: not asked for
+    # [C, B, N] int64, the tokens at each share of the noise (`method.noise`), column 0 the anchor
+    picks: Tensor | None = None
     parents: Tensor | None = None  # [B, N] int64, the column before each one; None: a chain
     ragged: Ragged | None = None  # None: every request has N positions
 
@@ -36,6 +38,11 @@ class Block:
         if self.ragged is None:
             return [self.width] * len(self.token_ids)
         return self.ragged.lens
+
+    @property
+    def requests(self) -> Tensor | None:
+        """The request of each token in a forward, [T] int64. None: all have N, one by one."""
+        return None if self.ragged is None else self.ragged.indices // self.width
 
     def flatten(self, field: Tensor) -> Tensor:
         """The values of a field, [B, N, ..], in the order of a forward: [T, ..]."""
@@ -53,16 +60,17 @@ class Block:
 
     def expand(self, requests: Tensor) -> Tensor:
         """Repeat each request's value, [B, ..], for its tokens in a forward: [T, ..]."""
-        if self.ragged is None:
+        if self.requests is None:
             return requests.repeat_interleave(self.width, dim=0)
-        return requests[self.ragged.indices // self.width]
+        return requests[self.requests]
 
     def first(self, width: int) -> Block:
-        """Cut a chain to its first `width` columns. Probabilities are those of whole blocks."""
+        """Cut a chain to its first `width` columns. Probabilities and picks are of whole blocks."""
         assert self.parents is None
         if width == self.width:
             return self
-        return Block(self.token_ids[:, :width], self.positions[:, :width], self.slots[:, :width])
+        columns = (self.token_ids[:, :width], self.positions[:, :width], self.slots[:, :width])
+        return Block(*columns, picks=self.picks)
 
     def cut(self, widths: npt.NDArray[np.int64]) -> Block:
         """Cut each request's chain to a width of its own: [B] int64 in 1..N, on the host."""
@@ -76,11 +84,12 @@ class Block:
         """Keep these requests of a chain that is whole."""
         assert self.ragged is None
         assert self.parents is None
-        probabilities = None
-        if self.probabilities is not None:
-            probabilities = self.probabilities[indices]
         return Block(
-            self.token_ids[indices], self.positions[indices], self.slots[indices], probabilities
+            self.token_ids[indices],
+            self.positions[indices],
+            self.slots[indices],
+            None if self.probabilities is None else self.probabilities[indices],
+            None if self.picks is None else self.picks[:, indices],
         )
 
     def merged(self, other: Block) -> Block:
@@ -89,15 +98,17 @@ class Block:
         assert self.parents is None
         assert other.ragged is None
         assert other.parents is None
-        probabilities = None
-        if self.probabilities is not None and other.probabilities is not None:
-            probabilities = torch.cat([self.probabilities, other.probabilities])
         return Block(
             torch.cat([self.token_ids, other.token_ids]),
             torch.cat([self.positions, other.positions]),
             torch.cat([self.slots, other.slots]),
-            probabilities,
+            _cat(self.probabilities, other.probabilities, 0),
+            _cat(self.picks, other.picks, 1),
         )
+
+
+def _cat(ours: Tensor | None, others: Tensor | None, dim: int) -> Tensor | None:
+    return None if ours is None or others is None else torch.cat([ours, others], dim)
 
 
 @dataclass(frozen=True)

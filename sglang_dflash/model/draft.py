@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.loading import load
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.method.noise import DraftNoise, NoiseTable
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
 from sglang_dflash.model.lm_head import Vocabulary
@@ -62,12 +63,15 @@ class DFlashDraftModel(nn.Module):
         self.vocabulary: Vocabulary
         self.return_probs: bool
 
-    def bind(self, target: Any, kernels: Kernels, return_probs: bool, width: int) -> None:
-        """Take the target's vocabulary.
+    def bind(
+        self, target: Any, kernels: Kernels, noise: NoiseTable, return_probs: bool, width: int
+    ) -> None:
+        """Take the target's vocabulary, and the noise of its draws.
 
         return_probs: compute the probability of each draft, too; width: positions that the draft
         reads at once.
         """
+        self.noise = noise
         self.return_probs = return_probs
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
@@ -101,17 +105,20 @@ class DFlashDraftModel(nn.Module):
     ) -> LogitsProcessorOutput:
         """Draft blocks.
 
-        input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [B * drafts]
-        int64, or [B * drafts, 2] with probabilities (`Prediction.pack`), is returned as
-        `hidden_states`. SGLang's graph runner returns its first n entries unchanged, and there are
-        at most as many drafts as tokens. Those of padded requests come last.
+        input_ids: [n] int64, anchors and masks; positions: [n] int64. The result, [B * drafts, ..]
+        int64 (`Prediction.pack`), is returned as `hidden_states`. SGLang's graph runner returns its
+        first n entries unchanged, and there are at most as many drafts as tokens. Those of padded
+        requests come last.
         """
         hidden = self._embed(input_ids)
         residual = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         hidden, _ = self.norm(hidden, residual)
-        packed = self.head.predict(hidden, input_ids, self.return_probs).pack()
+        anchors = positions.view(-1, self.head.width)[:, 0]
+        rows = forward_batch.req_pool_indices
+        noise = DraftNoise(self.noise, rows, anchors, self.vocabulary.ids)
+        packed = self.head.predict(hidden, input_ids, self.return_probs, noise).pack()
         if self.head.rank_local:
             packed = self.vocabulary.of_first_rank(packed)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=packed)

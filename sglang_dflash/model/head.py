@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.config import DFlashConfig
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.lm_head import Prediction, Vocabulary
+
+TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
 
 
 class DraftHead(nn.Module):
@@ -33,10 +37,41 @@ class DraftHead(nn.Module):
         self.embed = embed
         self.width = width
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
+    def predict(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
         """Choose the drafts of B blocks, one block after another: [B * drafts].
 
         hidden: [n, H], final-normed, n = B * N; token_ids: [n] int64, anchors and masks;
-        return_probs: compute the probability of each draft, too.
+        return_probs: compute the probability of each draft, too; noise: of these blocks.
         """
+        size = max(1, TOKEN_CHUNK // self.width)  # blocks whose logits are alive at once
+        states = hidden.view(-1, self.width, hidden.shape[1]).split(size)
+        ids = token_ids.view(-1, self.width).split(size)
+        parts = [
+            self.blocks(*blocks, return_probs, noise.of(slice(i * size, (i + 1) * size)))
+            for i, blocks in enumerate(zip(states, ids, strict=True))
+        ]
+        return Prediction.cat(parts)
+
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
+        """The drafts of a few blocks. hidden: [B, N, H]; token_ids: [B, N] int64."""
         raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of this rank's part of the vocabulary: [B, M, H] -> [B, M, columns]."""
+        logits = self.scaled(self.vocabulary.logits(hidden.flatten(0, 1)))
+        return logits.view(*hidden.shape[:2], self.vocabulary.columns)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The LM head's output, multiplied and then capped as the checkpoint says.
+
+        If it says either, the result is float32, in which a cap makes no ties.
+        """
+        multiplier, cap = self.config.logit_multiplier, self.config.logit_cap
+        if multiplier == 1.0 and cap is None:
+            return logits
+        logits = logits.float() * multiplier
+        return logits if cap is None else torch.tanh(logits / cap) * cap

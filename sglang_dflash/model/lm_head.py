@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,48 +13,51 @@ from torch.nn import functional as F
 
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.argmax import Largest
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.target_parts import lm_head, logits_processor, token_embedding
-
-TOKEN_CHUNK = 512  # tokens whose logits are alive at once; bounds memory at large batches
 
 
 class Prediction(NamedTuple):
     """A token for each position."""
 
     ids: Tensor  # [n] int64, in the target's vocabulary
+    picks: Tensor  # [n, C] int64, the same at each share of the noise
     probabilities: Tensor | None  # [n] float32, if asked for
 
     @classmethod
     def cat(cls, parts: list[Prediction]) -> Prediction:
         """The parts one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        probabilities = [part.probabilities for part in parts if part.probabilities is not None]
-        ids = torch.cat([part.ids for part in parts])
-        return cls(ids, torch.cat(probabilities) if probabilities else None)
+        return parts[0] if len(parts) == 1 else cls._join(parts, torch.cat)
 
     @classmethod
     def of_blocks(cls, positions: list[Prediction]) -> Prediction:
-        """The drafts of B blocks, n = B * M, of those at each of M positions, [B] each."""
-        ids = torch.stack([position.ids for position in positions], dim=1).flatten()
-        known = [each.probabilities for each in positions if each.probabilities is not None]
-        return cls(ids, torch.stack(known, dim=1).flatten() if known else None)
-
-    def pack(self) -> Tensor:
-        """One tensor: the ids, [n] int64, or [n, 2] with the bits of the probabilities."""
-        if self.probabilities is None:
-            return self.ids
-        bits = self.probabilities.view(torch.int32).long()
-        return torch.stack([self.ids, bits], dim=1)
+        """The drafts of B blocks, n = B * M, of those at each of M positions, B each."""
+        return cls._join(positions, lambda each: torch.stack(each, dim=1).flatten(0, 1))
 
     @classmethod
-    def unpack(cls, packed: Tensor, with_probs: bool) -> Prediction:
-        """The views of what `pack` made, [.., 2] if `with_probs`."""
+    def _join(cls, parts: list[Prediction], join: Callable[[list[Tensor]], Tensor]) -> Prediction:
+        known = [part.probabilities for part in parts if part.probabilities is not None]
+        return cls(
+            join([part.ids for part in parts]),
+            join([part.picks for part in parts]),
+            join(known) if known else None,
+        )
+
+    def pack(self) -> Tensor:
+        """One tensor, [n, 1 + C] int64, the ids first. The bits of the probabilities come last."""
+        columns = [self.ids[:, None], self.picks]
+        if self.probabilities is not None:
+            columns.append(self.probabilities.view(torch.int32).long()[:, None])
+        return torch.cat(columns, dim=1)
+
+    @classmethod
+    def unpack(cls, columns: Tensor, with_probs: bool) -> Prediction:
+        """The views of packed columns, each of them [..]: [1 + C, ..] or [1 + C + 1, ..]."""
         if not with_probs:
-            return cls(packed, None)
-        ids, bits = packed.unbind(-1)
-        probabilities = bits.int().view(torch.float32)
-        return cls(ids, probabilities.nan_to_num(0.0))  # NaN: the draft's activations overflowed
+            return cls(columns[0], columns[1:], None)
+        probabilities = columns[-1].int().view(torch.float32)
+        probabilities = probabilities.nan_to_num(0.0)  # NaN: the draft's activations overflowed
+        return cls(columns[0], columns[1:-1], probabilities)
 
 
 class Candidates(NamedTuple):
@@ -84,7 +88,7 @@ class Vocabulary:
         self.target_size: int = of_target.num_embeddings
         self.lm_head = head
         self._processor = logits_processor(target)
-        self._kernels = kernels
+        self.kernels = kernels
         self._offsets = offsets
         self._group = get_tp_group()
         self._ranks = self._group.world_size
@@ -99,57 +103,56 @@ class Vocabulary:
             self.first_id = shard.org_vocab_start_index
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))
-
-    def predict(self, hidden: Tensor, return_probs: bool) -> Prediction:
-        """Predict the token at each position by itself: that of the largest logit.
-
-        hidden: [n, H]. Soft-capping and positive factors of the logits do not change which logit is
-        the largest.
-        """
-        parts = [
-            self.largest(self.logits(tokens), return_probs) for tokens in hidden.split(TOKEN_CHUNK)
-        ]
-        return Prediction.cat(parts)
+        ours = torch.arange(self.columns, device=head.weight.device) + self.first_id
+        self.ids = self._target_ids(ours).int()  # [columns], the token of each
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head's output for this rank's part of the vocabulary: [n, H] -> [n, columns]."""
         logits: Tensor = self._processor._compute_lm_head(hidden, self.lm_head)
         return logits[:, : self.columns]
 
-    def largest(self, logits: Tensor, return_probs: bool) -> Prediction:
-        """The token of the largest logit, the lowest id on a tie, the same on every rank.
+    def largest(self, logits: Tensor, return_probs: bool, noise: DraftNoise) -> Prediction:
+        """The token of the largest logit and noise, the lowest id on a tie, the same on every rank.
 
-        logits: [n, columns] of this rank.
+        logits: [B * M, columns] of this rank.
         """
-        return self._reduce_over_ranks(self._kernels.largest(logits, return_probs))
+        return self._chosen(self.kernels.largest(logits, return_probs, noise), noise)
 
     def biased_largest(
-        self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool
+        self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool, noise: DraftNoise
     ) -> Prediction:
         """As `largest`, of `logits + latent @ weight.T`.
 
         latent: [n, r]; weight: [columns, r] of this rank.
         """
-        return self._reduce_over_ranks(
-            self._kernels.biased_largest(logits, latent, weight, return_probs)
+        found = self.kernels.biased_largest(logits, latent, weight, return_probs, noise)
+        return self._chosen(found, noise)
+
+    def _chosen(self, found: Largest, noise: DraftNoise) -> Prediction:
+        """The result at each request's own share, of all ranks."""
+        index, _, sum_exp = self._reduce_over_ranks(found)
+        picks = self._target_ids(index)
+        choices = noise.choices()
+        ids = choose(picks, choices)
+        return Prediction(
+            ids, picks, None if sum_exp is None else choose(sum_exp, choices).reciprocal()
         )
 
-    def _reduce_over_ranks(self, found: Largest) -> Prediction:
+    def _reduce_over_ranks(self, found: Largest) -> Largest:
         """Ranks exchange a few numbers per token, never the logits."""
         index, value, sum_exp = found
         if self._ranks == 1:
-            weights = None if sum_exp is None else sum_exp.reciprocal()
-            return Prediction(self._target_ids(index), weights)
+            return found
         # float32 holds ids below 2**24 exactly
         ours = [value, (index + self.first_id).float()] + ([] if sum_exp is None else [sum_exp])
-        best = torch.stack(ours, dim=1)
-        ranks = self._group.all_gather(best[None], dim=0)  # [ranks, n, 2 or 3]
-        first = ranks[:, :, 0].argmax(dim=0)  # first rank of a tie: lowest ids
-        value, index = ranks[first, torch.arange(len(first), device=first.device), :2].unbind(1)
-        weights = None
+        ranks = self._group.all_gather(torch.stack(ours)[None], dim=0)  # [ranks, 2 or 3, n, C]
+        values = ranks[:, 0]
+        first = values.argmax(dim=0, keepdim=True)  # first rank of a tie: lowest ids
+        value = values.gather(0, first)
+        index = ranks[:, 1].gather(0, first)[0].long()
         if sum_exp is not None:
-            weights = (ranks[:, :, 2] * (ranks[:, :, 0] - value).exp()).sum(dim=0).reciprocal()
-        return Prediction(self._target_ids(index.long()), weights)
+            sum_exp = (ranks[:, 2] * (values - value).exp()).sum(dim=0)
+        return Largest(index, value[0], sum_exp)
 
     def candidates(self, logits: Tensor, count: int) -> Candidates:
         """The tokens of the largest logits, the same on every rank.
@@ -193,6 +196,13 @@ class Vocabulary:
             return values
         gathered: Tensor = self._group.all_gather(values[None], dim=0)
         return gathered[0]
+
+
+def choose(values: Tensor, choices: Tensor) -> Tensor:
+    """The value at each request's share: [B * M, C] -> [B * M]. choices: [B] int64."""
+    of_requests = values.view(len(choices), -1, values.shape[1])
+    index = choices[:, None, None].expand(-1, of_requests.shape[1], 1)
+    return of_requests.gather(2, index).flatten()
 
 
 def _fit_rows(weight: Tensor, start: int, end: int) -> None:

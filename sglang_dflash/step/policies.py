@@ -30,8 +30,8 @@ class Choice(Protocol):
 class VerifyWidth(Protocol):
     """How many positions of a drafted block the target verifies."""
 
-    def choose(self, block: Block) -> Choice:
-        """Cut a drafted block."""
+    def choose(self, block: Block, reqs: list[Req]) -> Choice:
+        """Cut the drafted block of these requests."""
 
     def verifies_whole(self, requests: int) -> bool:
         """Whether blocks of so many requests are verified whole. It is known before the draft.

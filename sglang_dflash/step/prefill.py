@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.copies import HostCopy
+from sglang_dflash.step.noise import Noise
 from sglang_dflash.step.policies import Logprobs
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
 
@@ -28,11 +29,13 @@ class Prefill:
         self,
         target: TpModelWorker,
         sampler: TargetSampler,
+        noise: Noise,
         logprobs: Logprobs,
         context_kv: ContextKV,
     ) -> None:
         self._target = target
         self._sampler = sampler
+        self._noise = noise
         self._logprobs = logprobs
         self._context_kv = context_kv
         self._runner = target.model_runner
@@ -43,6 +46,7 @@ class Prefill:
 
     def run(self, batch: ScheduleBatch) -> PrefillResult:
         """Run a prefill. The first tokens are copied before the context KV is queued."""
+        self._noise.begin(batch.reqs, batch.req_pool_indices)
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self._runner)
         # Each layer waits until its KV has come from host memory. SGLang says so only with a batch.

@@ -69,15 +69,20 @@ class Drafter:
             seq_lens,
             seq_lens_cpu,
         )
-        drafts, probabilities = Prediction.unpack(drafts, self._runner.model.return_probs)
         # This copies the drafts: the graphs of draft and target share memory.
-        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
-        return Block(token_ids, positions, slots, probabilities)
+        columns = torch.cat(
+            [anchors.expand(drafts.shape[2], -1)[:, :, None], drafts.permute(2, 0, 1)], 2
+        )
+        found = Prediction.unpack(columns, self._runner.model.return_probs)
+        probabilities = found.probabilities
+        if probabilities is not None:
+            probabilities = probabilities[:, 1:]
+        return Block(found.ids, positions, slots, probabilities, found.picks)
 
     def _forward(
         self, masked: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
     ) -> Tensor:
-        """Run the draft. Returns drafts, [B, N-1] int64, or [B, N-1, 2] with probabilities."""
+        """Run the draft. Returns drafts as `Prediction.pack` does: [B, N-1, ..] int64."""
         if self._window is not None:
             seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
         verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)

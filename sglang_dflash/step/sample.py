@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -14,14 +14,12 @@ from sglang.srt.layers.sampler import (
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.draw import Sampling
 from sglang_dflash.method.block import Block
-
-# Draws a token from each row of probabilities, [T, V], with the parameters and positions of rows.
-Draw: TypeAlias = Callable[[Tensor, SamplingBatchInfo, Tensor], Tensor]
+from sglang_dflash.step.noise import Noise, has_filter
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class SamplingInput:
     """What sampling needs to know of a batch."""
 
     reqs: list[Req]
+    rows: Tensor  # [B] integers, of `req_to_token`
     info: SamplingBatchInfo
     block: Block | None  # whose tokens are sampled; None after a prefill, one token per request
     penalised: bool  # whether any request has a penalty or a least length
@@ -44,6 +43,7 @@ class SamplingInput:
         end = None if block is None else -1
         return cls(
             batch.reqs,
+            batch.req_pool_indices,
             info,
             block,
             penalised,
@@ -73,11 +73,10 @@ class LogitRules(Protocol):
 
 
 class TargetSampler:
-    """Applies the requests' logit rules, then draws with SGLang's sampler."""
+    """Applies the requests' logit rules, then draws."""
 
-    def __init__(self, draw: Draw, rules: LogitRules, kernels: Kernels) -> None:
-        """draw: of requests without seeds."""
-        self._draw = draw
+    def __init__(self, noise: Noise, rules: LogitRules, kernels: Kernels) -> None:
+        self._noise = noise
         self._rules = rules
         self._kernels = kernels
         self._group = get_tp_group()
@@ -85,8 +84,8 @@ class TargetSampler:
     def __call__(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
         """Draw the token after every position: [T] int64, equal on all ranks.
 
-        logits: [T, V], float32 unless `is_argmax`, changed in place; positions: [T] int64 of the
-        inputs.
+        logits: [T, V], changed in place, of any float type unless `needs_float32`; positions: [T]
+        int64 of the inputs.
         """
         if self._rules.in_use(asked):
             self._rules.apply(logits, asked)
@@ -99,28 +98,41 @@ class TargetSampler:
         """Whether a batch needs only the largest logit of each position."""
         return bool(asked.info.is_all_greedy) and not self._rules.in_use(asked)
 
+    def needs_float32(self, asked: SamplingInput) -> bool:
+        """Whether rules change the logits, or SGLang draws from them."""
+        return self._rules.in_use(asked) or asked.info.sampling_seed is not None
+
     def _sample(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
-        greedy = self._kernels.largest(logits).argmax
-        if asked.info.is_all_greedy:
-            return greedy
+        info = asked.info
+        if info.is_all_greedy:
+            return self._kernels.largest(logits).argmax.flatten()
+        if info.sampling_seed is None:
+            return self.draw(logits, asked, positions, info.temperatures)
+        greedy = self._kernels.largest(logits).argmax.flatten()
         info = _by_position(asked)
         probs = torch.softmax(logits / info.temperatures, dim=-1)
-        if info.sampling_seed is not None:
-            sampled = draw_seeded(probs, info, positions, asked.expand(has_filter(asked.reqs)))
-        else:
-            sampled = self._draw(probs, info, positions).long()
+        filtered = torch.tensor([has_filter(req) for req in asked.reqs])
+        sampled = draw_seeded(probs, info, positions, asked.expand(filtered))
         return torch.where(info.top_ks <= 1, greedy, sampled)
 
-
-def is_simple(info: SamplingBatchInfo) -> bool:
-    """Whether no request of a batch filters tokens."""
-    return not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
-
-
-def has_filter(reqs: list[Req]) -> Tensor:
-    """Which requests filter tokens by top_k or top_p: [B] bool, on the host."""
-    each = [req.sampling_params for req in reqs]
-    return torch.tensor([p.top_k != TOP_K_ALL or p.top_p != 1.0 for p in each])
+    def draw(
+        self, logits: Tensor, asked: SamplingInput, positions: Tensor, temperatures: Tensor
+    ) -> Tensor:
+        """Draw with the noise of each request: [T] int64. temperatures: [B, 1] float32."""
+        info = asked.info
+        filters = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+        sampling = Sampling(
+            temperatures.flatten(),
+            info.top_ks,
+            info.top_ps,
+            info.min_ps,
+            asked.rows,
+            self._noise.table.seeds,
+            filters,
+        )
+        requests = None if asked.block is None else asked.block.requests
+        drawn: Tensor = self._kernels.draw(logits, sampling, positions, requests)
+        return drawn
 
 
 def draw_seeded(

@@ -26,6 +26,7 @@ from sglang_dflash.method.simulate import simulated_commit
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.forward import VerifyInput
+from sglang_dflash.step.noise import Noise
 from sglang_dflash.step.sample import LogitRules, SamplingInput, TargetSampler
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,8 @@ class VerifyResult:
     def output(self) -> LogitsProcessorOutput:
         """The target's output at the T positions of the block.
 
-        next_token_logits: [T, V] as the sampler saw them, float32 if more than their argmax is
-        needed; hidden_states: [T, K * H], the features, then [.., H] of the last layer if
-        requested.
+        next_token_logits: [T, V] as the sampler saw them, float32 if logprobs are wanted;
+        hidden_states: [T, K * H], the features, then [.., H] of the last layer if requested.
         """
         return self.result.logits_output
 
@@ -79,6 +79,7 @@ class Verifier:
         self,
         target: TpModelWorker,
         sampler: TargetSampler,
+        noise: Noise,
         rules: LogitRules,
         graphs: TargetGraphs,
         kernels: Kernels,
@@ -87,6 +88,7 @@ class Verifier:
         self._target = target
         self._runner = target.model_runner
         self._sampler = sampler
+        self._noise = noise
         self._rules = rules
         self._graphs = graphs
         self._kernels = kernels
@@ -133,18 +135,21 @@ class Verifier:
             # The graph of the next draft may overwrite those that this graph left.
             output.hidden_states = output.hidden_states.clone()
         asked = SamplingInput.of(batch, block)
-        if batch.return_logprob or not self._sampler.is_argmax(asked):
+        if batch.return_logprob or self._sampler.needs_float32(asked):
             output.next_token_logits = output.next_token_logits.float()
         positions = block.flatten(block.positions)
         sampled = self._sampler(output.next_token_logits, asked, positions)
+        sampled = block.unflatten(sampled)
         accepted = self._kernels.accept(
             self._acceptable(asked, block),
-            block.unflatten(sampled),
+            sampled,
             block.slots,
             batch.seq_lens,
             self._target.model_config.context_len,
             simulated,
         )
+        right = accepted.outcome.num_accepted
+        self._noise.learn(batch.reqs, batch.req_pool_indices, block, sampled, right)
         return VerifyResult(block, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: Block) -> GenerationBatchResult:

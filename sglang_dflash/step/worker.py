@@ -93,7 +93,7 @@ class DFlashWorker:
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
         block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        choice = self.verify_width.choose(block)
+        choice = self.verify_width.choose(block, batch.reqs)
         verified = self.verifier.verify(batch, choice.block)
         copy = HostCopy(verified.accepted.packed)
         self._write_context(verified)

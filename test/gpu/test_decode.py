@@ -13,9 +13,12 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang_dflash.backends.page_tables import fill_tables
 from sglang_dflash.kernels import store_kv
 from sglang_dflash.kernels.accept import accept_in_torch, launch_accept
-from sglang_dflash.kernels.argmax import launch_largest
+from sglang_dflash.kernels.argmax import largest_in_torch, launch_largest
 from sglang_dflash.kernels.biased_argmax import launch_biased_largest
+from sglang_dflash.kernels.draw import Sampling, draw_in_torch, launch_draw
 from sglang_dflash.kernels.next_block import launch_next_block, next_block_in_torch
+from sglang_dflash.kernels.noise import launch_gumbel
+from sglang_dflash.method.noise import DraftNoise, NoiseTable
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.gpu.conftest import (
     DRY_RUN,
@@ -228,14 +231,14 @@ def test_kernel_of_the_largest_logit(rows: int, dtype: torch.dtype) -> None:
     """The compiled kernel equals torch's own functions."""
     torch.manual_seed(rows)
     logits = torch.randn(rows, 152_064, device="cuda").to(dtype)[:, :151_936]
-    best = logits.argmax(dim=-1)
-    value = logits.gather(1, best[:, None]).float()
+    best = logits.argmax(dim=-1, keepdim=True)
+    value = logits.gather(1, best).float()
     for return_probs in (False, True):
         ours = launch_largest(logits, return_probs)
         assert torch.equal(ours[0], best)
-        assert torch.equal(ours[1], value[:, 0])
+        assert torch.equal(ours[1], value)
         if return_probs:
-            sum_exp = (logits.float() - value).exp().sum(dim=-1)
+            sum_exp = (logits.float() - value).exp().sum(dim=-1, keepdim=True)
             torch.testing.assert_close(ours[2], sum_exp, rtol=1e-4, atol=0)
 
 
@@ -251,14 +254,48 @@ def test_kernel_of_the_largest_biased_logit(rows: int, dtype: torch.dtype) -> No
     weight = torch.randint(-1, 2, (256, 151_936), **options).to(dtype).T
     biased = logits.float() + latent.float() @ weight.float().T
     value = biased.amax(dim=-1, keepdim=True)
-    first = (biased == value).float().argmax(dim=-1)
+    first = (biased == value).float().argmax(dim=-1, keepdim=True)
     for return_probs in (False, True):
         ours = launch_biased_largest(logits, latent, weight, return_probs)
         assert torch.equal(ours[0], first)
-        assert torch.equal(ours[1], value[:, 0])
+        assert torch.equal(ours[1], value)
         if return_probs:
-            sum_exp = (biased - value).exp().sum(dim=-1)
+            sum_exp = (biased - value).exp().sum(dim=-1, keepdim=True)
             torch.testing.assert_close(ours[2], sum_exp, rtol=1e-4, atol=0)
+
+
+@pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")
+def test_noise_and_draws() -> None:
+    """The compiled kernels equal their references, but for near-ties of float32."""
+    torch.manual_seed(5)
+    size, requests, drafts = 151_936, 8, 15
+    table = NoiseTable.empty(20, "cuda")
+    table.seeds.random_(-(2**62), 2**62)
+    table.temperatures.uniform_(0.3, 1.2)[::4] = 0
+    rows, positions = torch.randperm(20, device="cuda")[:requests], torch.arange(900, 908).cuda()
+    noise = DraftNoise(table, rows, positions, torch.arange(size, device="cuda").int())
+    logits = 3 * torch.randn(requests * drafts, size, device="cuda").bfloat16()
+    numbers = launch_gumbel(
+        noise, torch.arange(900, device="cuda").view(1, 1, -1).expand(8, 3, -1).contiguous()
+    )
+    reference = noise.gumbel(3, torch.arange(900, device="cuda"))
+    torch.testing.assert_close(numbers, reference, rtol=1e-5, atol=2e-5)
+    for return_probs in (False, True):
+        ours = launch_largest(logits, return_probs, noise)
+        wanted = largest_in_torch(logits, return_probs, noise)
+        torch.testing.assert_close(ours.value, wanted.value, rtol=1e-5, atol=1e-4)
+        assert (ours.argmax == wanted.argmax).float().mean() > 0.99
+    sampling = Sampling(
+        torch.full((requests,), 0.7, device="cuda"),
+        torch.tensor([1, 2**30, 20, 2**30, 2**30, 5, 50, 300], device="cuda").int(),
+        torch.tensor([1.0, 1.0, 0.95, 0.7, 1.0, 0.8, 1.0, 0.95], device="cuda"),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0], device="cuda"),
+        rows,
+        table.seeds,
+        True,
+    )
+    asked = logits, sampling, torch.arange(requests * drafts, device="cuda"), None
+    assert (launch_draw(*asked) == draw_in_torch(*asked)).float().mean() > 0.98
 
 
 @pytest.mark.skipif(DRY_RUN, reason="nothing to compile for")

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "targets": CORE | {"seam", "errors", "checkpoint", "settings"},
     "report": CORE | {"seam", "settings"},
     "streams": {"seam"},
-    "cpu": {"seam", "targets", "checkpoint"},
+    "cpu": {"seam", "targets", "checkpoint", "method"},
     "watch": {"errors"},
     "tiny": {"errors"},
     "tools": {"errors", "seam", "checkpoint", "settings", "watch", "tiny"},

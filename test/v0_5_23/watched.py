@@ -16,13 +16,17 @@ PROMPT = random.Random(31).choices(range(5, 140), k=40)
 TOKENS = 48  # SGLang reports the last 64 steps
 
 
-def answer_of(target: Path, draft: Path, *flags: str, adapter: str | None = None) -> dict[str, Any]:
+def answer_of(
+    target: Path, draft: Path, *flags: str, adapter: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """options: sampling parameters of the request."""
     pair = ("--model-path", str(target), "--speculative-draft-model-path", str(draft))
     sampling = {
         "temperature": 0,
         "max_new_tokens": TOKENS,
         "ignore_eos": True,
         "custom_params": {"spec_steps": True},
+        **options,
     }
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     body |= {"lora_path": adapter}

@@ -103,10 +103,11 @@ def verify_parts(engine: InProcess, part: Callable[[Block], Block]) -> None:
     """Verify this part of every block, whatever pays; the policy learns from it all the same."""
     policy = engine.worker.verify_width
 
-    def choose(block: Block) -> AdaptiveChoice:
+    def choose(block: Block, reqs: list[Any]) -> AdaptiveChoice:
         assert block.probabilities is not None
         verified, probabilities = part(block), block.probabilities.cpu().numpy()
-        return AdaptiveChoice(verified, probabilities, np.array(verified.lens), policy._survival)
+        kinds = [(policy._greedy, np.full(len(reqs), True))]
+        return AdaptiveChoice(verified, probabilities, np.array(verified.lens), kinds)
 
     policy.choose, policy.verifies_whole = choose, lambda _: False
 

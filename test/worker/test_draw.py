@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
-from sglang.srt.layers.sampler import Sampler
+from scipy.stats import chi2_contingency, chisquare
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.engine.v0_5_13.build import _draw
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.acceptance import accept
 from sglang_dflash.method.block import Block
+from sglang_dflash.step.noise import Noise
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
 from test.inprocess import InProcess
 from test.worker.conftest import prompt
 
-DRAWS = 20_000
+REQUESTS, POSITIONS = 10, 20_000  # 200,000 draws
 VOCAB = 12
 
 MIXES: dict[str, list[dict[str, Any]]] = {
     "plain": [{"temperature": 1.0}],
+    "cold": [{"temperature": 0.3}],
     "temperature": [{"temperature": 0.7}],
+    "hot": [{"temperature": 1.6}],
+    "Qwen3's": [{"temperature": 0.6, "top_p": 0.95, "top_k": 20}],
     "top_k": [{"temperature": 1.0, "top_k": 4}],
     "top_p": [{"temperature": 1.3, "top_p": 0.8}],
     "min_p": [{"temperature": 1.0, "min_p": 0.15}],
@@ -75,25 +76,35 @@ def engine(target: str, draft: str) -> Iterator[InProcess]:
 
 
 def draw_many(
-    engine: InProcess, mix: list[dict[str, Any]], logits: torch.Tensor, width: int, seed: int
+    engine: InProcess, options: list[dict[str, Any]], logits: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """[draws, len(mix), width] tokens drawn by the worker from the same logits at every row."""
-    reqs = []
-    for options in mix:
-        params = SamplingParams(max_new_tokens=8, **options)
+    """Draw by the same logits for each of these requests at each of these positions: [B, w]."""
+    reqs: list[Any] = []
+    for each in options:
+        params = SamplingParams(max_new_tokens=8, **each)
         params.normalize(None)
-        reqs.append(types.SimpleNamespace(sampling_params=params, custom_logit_processor=None))
+        reqs.append(
+            types.SimpleNamespace(
+                sampling_params=params, custom_logit_processor=None, origin_input_ids=[5, 6]
+            )
+        )
     batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    draw = TargetSampler(partial(_draw, Sampler()), RequestedRules(), Kernels.on("cpu"))
-    torch.manual_seed(seed)
-    zeros = torch.zeros(len(mix), width, dtype=torch.long)
-    block = Block(zeros, zeros, zeros)
-    rows = logits.repeat(len(mix) * width, 1)
-    asked = SamplingInput.of(batch, block)
-    drawn = [draw(rows.clone(), asked, block.positions) for _ in range(DRAWS // width)]
-    tokens: torch.Tensor = torch.stack(drawn).unflatten(1, zeros.shape)
-    return tokens
+    batch.req_pool_indices = torch.arange(len(reqs)).flip(0)
+    kernels = Kernels.on("cpu")
+    noise = Noise(len(reqs), "cpu", kernels, binding=False, seed=3)
+    noise.begin(reqs, batch.req_pool_indices)
+    places = positions.expand(len(reqs), -1)
+    block = Block(places, places, places)
+    rows = logits.repeat(places.numel(), 1)
+    draw = TargetSampler(noise, RequestedRules(), kernels)
+    drawn = draw(rows, SamplingInput.of(batch, block), block.flatten(block.positions))
+    return block.unflatten(drawn)
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5
 
 
 def p_value(drawn: torch.Tensor, expected: torch.Tensor) -> float:
@@ -107,31 +118,63 @@ def p_value(drawn: torch.Tensor, expected: torch.Tensor) -> float:
     return float(chisquare(counts[possible], expected[possible] * counts.sum()).pvalue)
 
 
+def independence(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Chi-square of pairs of draws: whether the one tells anything of the other."""
+    pairs = torch.zeros(VOCAB, VOCAB, dtype=torch.int64)
+    ones = torch.ones(first.numel(), dtype=torch.int64)
+    pairs.index_put_((first.flatten(), second.flatten()), ones, accumulate=True)
+    pairs = pairs[pairs.sum(dim=1) > 500][:, pairs.sum(dim=0) > 500]
+    return float(chi2_contingency(pairs.numpy()).pvalue)
+
+
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_distribution(engine: InProcess, mix: str) -> None:
-    """p > 0.001 for every request of the mix, 20,000 draws, the rows of a block alike."""
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5
-    drawn = draw_many(engine, MIXES[mix], logits, width=4, seed=2)
-    for row, options in enumerate(MIXES[mix]):
-        assert p_value(drawn[:, row], distribution(logits, **options)) > 0.001
+def test_distribution(engine: InProcess, logits: torch.Tensor, mix: str) -> None:
+    """p > 0.001 for every request of the mix, of 200,000 draws."""
+    drawn = draw_many(engine, MIXES[mix] * REQUESTS, logits, torch.arange(POSITIONS))
+    for i, options in enumerate(MIXES[mix]):
+        assert p_value(drawn[i :: len(MIXES[mix])], distribution(logits, **options)) > 0.001
 
 
-def test_a_wrong_rule_fails(engine: InProcess) -> None:
+def test_a_wrong_rule_fails(engine: InProcess, logits: torch.Tensor) -> None:
     """The control: committing the draft with the probability of *another* token is noticed."""
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5
     expected = distribution(logits)
-    drawn = draw_many(engine, MIXES["plain"], logits, width=4, seed=2)[:, 0, 0]
+    drawn = draw_many(engine, MIXES["plain"], logits, torch.arange(POSITIONS))[0]
     assert p_value(drawn, expected) > 0.001
     draft = int(expected.argsort(descending=True)[1])
     lossy = torch.where(torch.rand(len(drawn)) < 0.1, torch.tensor(draft), drawn)
     assert p_value(lossy, expected) < 0.001
 
 
-def test_accepted_and_bonus_tokens_together_have_the_distribution(engine: InProcess) -> None:
+ALIKE = {"temperature": 1.0, "sampling_seed": 7, "n": REQUESTS}
+KINDS = {"requests": {"temperature": 1.0}, "answers to one request": ALIKE}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_noise_is_used_twice(engine: InProcess, logits: torch.Tensor, kind: str) -> None:
+    """Draws of neighbouring positions and of other requests tell nothing of each other."""
+    drawn = draw_many(engine, [KINDS[kind]] * REQUESTS, logits, torch.arange(POSITIONS))
+    assert independence(drawn[:, :-1], drawn[:, 1:]) > 0.001
+    assert independence(drawn[:-1], drawn[1:]) > 0.001
+    assert independence(drawn[:-1, 1:], drawn[1:, :-1]) > 0.001
+
+
+def test_noise_that_is_used_twice_is_seen(engine: InProcess, logits: torch.Tensor) -> None:
+    """The control, with the same position twice, and with two requests of one seed."""
+    positions = torch.arange(POSITIONS) // 2
+    drawn = draw_many(engine, [{"temperature": 1.0}] * REQUESTS, logits, positions)
+    assert independence(drawn[:, ::2], drawn[:, 1::2]) == 0.0
+    seeded = {"temperature": 1.0, "sampling_seed": 7}
+    first, second = draw_many(engine, [seeded] * 2, logits, torch.arange(POSITIONS))
+    assert independence(first, second) == 0.0
+
+
+def test_accepted_and_bonus_tokens_together_have_the_distribution(
+    engine: InProcess, logits: torch.Tensor
+) -> None:
     """The first committed token of a block, accepted or not, is the target's own draw."""
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
     expected = distribution(logits)
-    drawn = draw_many(engine, MIXES["plain"], logits, width=2, seed=3)[:, 0]
+    positions = torch.arange(POSITIONS)
+    drawn = draw_many(engine, MIXES["plain"], logits, positions)[0].view(-1, 2)
     draft = int(expected.argmax())
     block = torch.tensor([[0, draft]]).expand(len(drawn), -1)
     num_accepted, bonus = accept(block, drawn)
@@ -140,13 +183,6 @@ def test_accepted_and_bonus_tokens_together_have_the_distribution(engine: InProc
     sigma = (probability * (1 - probability) / len(drawn)) ** 0.5
     assert num_accepted.double().mean() == pytest.approx(probability, abs=4 * sigma)
     assert p_value(first, expected) > 0.001
-
-
-def test_requests_of_a_batch_draw_independently(engine: InProcess) -> None:
-    """Two equal requests do not draw the same sequence."""
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(6))
-    drawn = draw_many(engine, [{"temperature": 1.0}] * 2, logits, width=4, seed=1)
-    assert (drawn[:, 0] != drawn[:, 1]).any()
 
 
 def test_sampled_requests_are_drawn_not_argmax(engine: InProcess) -> None:

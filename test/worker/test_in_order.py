@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
-from sglang_dflash.model.families import sequential
+from sglang_dflash.model import head
 from test.checkpoints import BLOCK
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
@@ -29,7 +29,7 @@ def test_requests_of_a_batch_do_not_mix(
     case: str,
 ) -> None:
     """Three requests, of which two are drafted in one chunk."""
-    monkeypatch.setattr(sequential, "TOKEN_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(head, "TOKEN_CHUNK", 2 * BLOCK)
     config, weights, semantics = CASES[case]()
     prompts = [prompt(seed, length) for seed, length in ((51, 20), (52, 33), (53, 9))]
     own, compared = by_own_names(weights), 0
@@ -81,5 +81,5 @@ def test_logits_of_another_dtype() -> None:
     exact = logits + latent.bfloat16().float() @ weight.bfloat16().float().T
     for return_probs in (False, True):
         found = biased_largest_in_torch(logits, latent.bfloat16(), weight.bfloat16(), return_probs)
-        assert torch.equal(found.argmax, exact.argmax(dim=1))
-        torch.testing.assert_close(found.value, exact.amax(dim=1), atol=0.05, rtol=0)
+        assert torch.equal(found.argmax, exact.argmax(dim=1, keepdim=True))
+        torch.testing.assert_close(found.value, exact.amax(dim=1, keepdim=True), atol=0.05, rtol=0)

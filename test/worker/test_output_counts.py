@@ -38,7 +38,7 @@ def asked(reqs: list[Any], in_block: bool = True) -> SamplingInput:
     zeros = torch.zeros(len(reqs), 2, dtype=torch.long)
     block = Block(zeros, zeros, zeros) if in_block else None
     info: Any = SimpleNamespace(device="cpu")
-    return SamplingInput(reqs, info, block, True, False, output_of)
+    return SamplingInput(reqs, torch.arange(len(reqs)), info, block, True, False, output_of)
 
 
 def truth(output: list[int]) -> list[int]:

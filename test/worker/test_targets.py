@@ -119,8 +119,8 @@ def test_a_target_with_3d_positions_is_verified_in_part(
                 policy._step_times = StepTimes({(1, 3): 1.0, (1, 8): 2.0}, (3, 8))
                 choose = policy.choose
 
-                def noted(block: Block, choose: Any = choose) -> Any:
-                    choice = choose(block)
+                def noted(block: Block, reqs: Any, choose: Any = choose) -> Any:
+                    choice = choose(block, reqs)
                     verified.append(choice.block.lens)
                     return choice
 

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import random
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,20 +109,20 @@ def test_a_probability_that_is_no_number_counts_as_0(
     with InProcess(target, draft) as engine:
         model = engine.worker.draft_model_runner.model
         blocks: list[Block] = []
-        predict = model.vocabulary.predict
+        predict = model.head.predict
 
-        def garbled(hidden: torch.Tensor, return_probs: bool) -> Prediction:
-            predicted: Prediction = predict(hidden, return_probs)
+        def garbled(*given: Any) -> Prediction:
+            predicted: Prediction = predict(*given)
             lost = torch.full(predicted.ids.shape, float("nan"))
             return predicted._replace(probabilities=lost)
 
-        model.vocabulary.predict = garbled
+        model.head.predict = garbled
         policy = engine.worker.verify_width
         choose = policy.choose
 
-        def noted(block: Block) -> Any:
+        def noted(block: Block, reqs: Any) -> Any:
             blocks.append(block)
-            return choose(block)
+            return choose(block, reqs)
 
         policy.choose = noted
         output = engine.generate(prompt(330, 12), max_new_tokens=12, ignore_eos=True)
@@ -130,6 +131,9 @@ def test_a_probability_that_is_no_number_counts_as_0(
     for block in blocks:
         assert block.probabilities is not None
         assert not block.probabilities.any()
+
+
+GREEDY: Any = SimpleNamespace(sampling_params=SimpleNamespace(top_k=1))
 
 
 def block_of(*probabilities: float) -> Block:
@@ -142,7 +146,7 @@ def test_one_width_for_all_where_a_probability_is_no_number() -> None:
     """If requests have equal widths, as on CUDA, an allowed width is still chosen."""
     times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
     policy, block = AdaptiveWidth(8, times, ragged=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
-    chosen = [policy.choose(block).block.width for _ in range(2)]
+    chosen = [policy.choose(block, [GREEDY]).block.width for _ in range(2)]
     assert chosen == [8, 4]  # the first step is a probe of whole blocks
 
 
@@ -152,7 +156,7 @@ def test_blocks_are_whole_where_nothing_can_be_gained() -> None:
     policy = AdaptiveWidth(8, times, ragged=False)
     assert [policy.verifies_whole(requests) for requests in (1, 4)] == [True, False]
     block = block_of(*[0.9] * 7)
-    assert policy.choose(block) == FixedChoice(block)
+    assert policy.choose(block, [GREEDY]) == FixedChoice(block)
     assert not AdaptiveWidth(8, times, ragged=True).verifies_whole(1)
     assert [FixedWidth(width, 8).verifies_whole(1) for width in (8, 5)] == [True, False]
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
-from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
-from torch import Tensor
 
 from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
@@ -29,10 +25,11 @@ from sglang_dflash.settings.platforms import platform_of, verify_backend
 from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.commit import Committer
 from sglang_dflash.step.draft_ahead import DraftAhead, DraftLater
+from sglang_dflash.step.noise import Noise
 from sglang_dflash.step.policies import NextDraft, VerifyWidth
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
-from sglang_dflash.step.sample import TargetSampler, is_simple
+from sglang_dflash.step.sample import TargetSampler
 from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.verify import Verifier
 from sglang_dflash.step.window import DraftWindow
@@ -61,6 +58,13 @@ def build_worker(
     kernels, clock = Kernels.on(target_worker.device), StepClock(platform.queues_work)
     pool, allocator = target_worker.get_memory_pool()
     slots = Slots(pool, allocator, options.reserved_tokens)
+    noise = Noise(
+        len(slots.table),
+        target_worker.device,
+        kernels,
+        server_args.enable_deterministic_inference,
+        server_args.random_seed,
+    )
     # FlashInfer plans a forward on the host, by the true lengths.
     exact_lengths = server_args.speculative_draft_attention_backend == "flashinfer"
     window = None
@@ -77,6 +81,7 @@ def build_worker(
         target_worker,
         pool if window is None else window.pool,
         kernels,
+        noise.table,
         return_probs=len(options.verify_widths) > 1,
         **rank,
     )
@@ -85,9 +90,9 @@ def build_worker(
     context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels, platform.queues_work)
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
-    sampler = TargetSampler(partial(_draw, target.sampler), rules, kernels)
+    sampler = TargetSampler(noise, rules, kernels)
     graphs = VerifyGraphs(target, options.verify_widths, platform.ragged_widths)
-    verifier = Verifier(target_worker, sampler, rules, graphs, kernels, clock)
+    verifier = Verifier(target_worker, sampler, noise, rules, graphs, kernels, clock)
     verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
     next_draft: NextDraft = DraftLater()
     if options.draft_ahead:
@@ -111,7 +116,7 @@ def build_worker(
         slots=slots,
         drafter=drafter,
         context_kv=context_kv,
-        prefill=Prefill(target_worker, sampler, logprobs, context_kv),
+        prefill=Prefill(target_worker, sampler, noise, logprobs, context_kv),
         verifier=verifier,
         verify_width=verify_width,
         next_draft=next_draft,
@@ -119,12 +124,6 @@ def build_worker(
         graphs=graphs,
         report=report,
     )
-
-
-def _draw(sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
-    """A draw by SGLang's sampler, of requests without seeds."""
-    drawn: Tensor = sampler._sample_from_probs(probs, info, positions, is_simple(info))
-    return drawn
 
 
 def _verify_width(

@@ -15,6 +15,7 @@ from sglang.srt.server_args import (
 
 from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.method.noise import NoiseTable
 
 
 def make_draft_worker(
@@ -22,6 +23,7 @@ def make_draft_worker(
     target: TpModelWorker,
     pool: ReqToTokenPool,
     kernels: Kernels,
+    noise: NoiseTable,
     return_probs: bool,
     **rank: int | None,
 ) -> TpModelWorker:
@@ -45,8 +47,9 @@ def make_draft_worker(
             memory_pool_config=target.model_runner.memory_pool_config,
             **rank,
         )
+        width = args.speculative_num_draft_tokens
         worker.model_runner.model.bind(
-            target.model_runner.model, kernels, return_probs, args.speculative_num_draft_tokens
+            target.model_runner.model, kernels, noise, return_probs, width
         )
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()

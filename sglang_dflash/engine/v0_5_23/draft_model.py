@@ -35,7 +35,7 @@ class DFlashDraftModel(draft.DFlashDraftModel):
         input_embeds: Any = None,
         **_: Any,
     ) -> LogitsProcessorOutput:
-        """Draft blocks: [B * N, 1] int64 as `hidden_states`, the anchors in front of their drafts.
+        """Draft blocks: [B * N, 1 + C] int64 as `hidden_states`, the anchors before their drafts.
 
         A draft that predicts from the anchor has one draft more than the worker verifies.
 
@@ -43,9 +43,10 @@ class DFlashDraftModel(draft.DFlashDraftModel):
         """
         width = self.head.width
         output = super().forward(input_ids, positions, forward_batch)
-        anchors = input_ids.view(-1, width)[:, :1]
-        drafts = output.hidden_states.view(len(anchors), -1)[:, : width - 1]
-        output.hidden_states = torch.cat([anchors, drafts], dim=1).view(-1, 1)
+        packed = output.hidden_states
+        anchors = input_ids.view(-1, width)[:, :1, None].expand(-1, 1, packed.shape[1])
+        drafts = packed.view(len(anchors), -1, packed.shape[1])[:, : width - 1]
+        output.hidden_states = torch.cat([anchors, drafts], dim=1).flatten(0, 1)
         return output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from sglang_dflash.logits.processors import run_custom_processors
 from sglang_dflash.logits.rules import NEUTRAL, RequestedRules
-from sglang_dflash.step.sample import SamplingInput, draw_seeded, has_filter
+from sglang_dflash.step.noise import has_filter
+from sglang_dflash.step.sample import SamplingInput, TargetSampler, draw_seeded
 
 
 def penalised(reqs: list[Req]) -> bool:
@@ -41,17 +43,21 @@ class OwnPenalties:
 
 
 class FirstTokenSampler(Sampler):
-    """Draws each request's token by its own parameters, whatever its neighbours'.
+    """Draws each request's token by its own parameters and noise, whatever its neighbours'.
 
     SGLang's own indexes the noise of a whole batch in one way. An error of a custom processor ends
     its scheduler; here it ends the request.
     """
 
-    reqs: list[Req]  # whose first tokens are drawn
+    asked: SamplingInput  # of the prefill whose first tokens are drawn
+
+    def __init__(self, sampler: TargetSampler) -> None:
+        super().__init__()
+        self._sampler = sampler
 
     def _preprocess_logits(self, logits: Tensor, info: SamplingBatchInfo) -> Tensor:
         if info.has_custom_logit_processor:
-            run_custom_processors(logits, info, self.reqs)
+            run_custom_processors(logits, info, self.asked.reqs)
         plain = replace(info, has_custom_logit_processor=False)
         checked: Tensor = super()._preprocess_logits(logits, plain)
         return checked
@@ -60,6 +66,7 @@ class FirstTokenSampler(Sampler):
         self, probs: Tensor, info: SamplingBatchInfo, positions: Tensor, *args: Any
     ) -> tuple[Tensor, Any]:
         if info.sampling_seed is None:
-            drawn: tuple[Tensor, Any] = super()._sample_from_probs(probs, info, positions, *args)
-            return drawn
-        return draw_seeded(probs, info, positions, has_filter(self.reqs)), None
+            ones = torch.ones_like(info.temperatures)
+            return self._sampler.draw(probs.log(), self.asked, positions, ones), None
+        filtered = torch.tensor([has_filter(req) for req in self.asked.reqs])
+        return draw_seeded(probs, info, positions, filtered), None

@@ -8,18 +8,16 @@ rules a request has. The draft, the context KV and the first token after a prefi
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
+from torch.nn import functional as F
 
 from sglang_dflash.engine.v0_5_23.history import output_before_anchors
 from sglang_dflash.engine.v0_5_23.report import keep_by_token, keep_drafts
@@ -32,7 +30,8 @@ from sglang_dflash.report.metrics import StepLog
 from sglang_dflash.report.worker import Report
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.step.copies import to_device
-from sglang_dflash.step.sample import SamplingInput, TargetSampler, is_simple
+from sglang_dflash.step.noise import Noise, is_sampled
+from sglang_dflash.step.sample import SamplingInput, TargetSampler
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
 
@@ -45,21 +44,30 @@ class DFlashWorker(DFlashWorkerV2):
         check_loaded_adapters(arguments, self.model_runner.model)
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
-        runner = self.model_runner
-        runner.sampler = self._first = FirstTokenSampler()
-        self._sampler = TargetSampler(partial(_draw, self._first), self._rules, self._kernels)
-        self.draft_model.bind(runner.model, self._kernels, False, self.block_size)
         self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
             self.report.begin()
         self._asked: SamplingInput  # of the step that runs; its block is not drafted yet
         self._candidates: Tensor  # of the same
+        self._picks: Tensor | None = None  # of the same, if a request is sampled
         self._final_states: Tensor | None = None  # of the same, if a request wants hidden states
         self._returns_states = self._has_grammar = False  # of the same
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
+        runner, arguments = self.model_runner, Arguments(self.server_args)
+        self._noise = Noise(
+            len(runner.req_to_token_pool.req_to_token),
+            self.device,
+            self._kernels,
+            arguments.enable_deterministic_inference,
+            arguments.random_seed,
+        )
+        self._sampler = TargetSampler(self._noise, self._rules, self._kernels)
+        runner.sampler = self._first = FirstTokenSampler(self._sampler)
+        noise = self._noise.table
+        self.draft_model.bind(runner.model, self._kernels, noise, False, self.block_size)
         pool = self.draft_model_runner.token_to_kv_pool
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
@@ -79,6 +87,7 @@ class DFlashWorker(DFlashWorkerV2):
         self._final_states = None
         self._asked = SamplingInput(
             batch.reqs,
+            batch.req_pool_indices,
             info,
             block=None,
             penalised=penalised(batch.reqs),
@@ -88,7 +97,8 @@ class DFlashWorker(DFlashWorkerV2):
         if batch.return_logprob and info.is_any_greedy:  # SGLang scales these if others are sampled
             info.temperatures = info.temperatures.where(info.top_ks[:, None] > 1, 1.0)
         if extend:
-            self._first.reqs = batch.reqs
+            self._noise.begin(batch.reqs, batch.req_pool_indices)
+            self._first.asked = self._asked
             info.acc_additive_penalties = info.acc_scaling_penalties = None
             info.penalizer_orchestrator = None
             if self._asked.penalised:
@@ -118,22 +128,28 @@ class DFlashWorker(DFlashWorkerV2):
         if SGLang has it already. A greedy batch without rules is SGLang's own case.
         """
         self._candidates = candidates
-        alone = self._rules.one_token_a_step(replace(self._asked, has_grammar=self._has_grammar))
-        if any(alone) or not self._sampler.is_argmax(self._asked):
+        asked = self._asked
+        alone = self._rules.one_token_a_step(replace(asked, has_grammar=self._has_grammar))
+        if any(alone) or not self._sampler.is_argmax(asked):
             offsets = torch.arange(candidates.shape[1], device=candidates.device)
             positions = prefix_lens[:, None] + offsets
-            asked = replace(self._asked, block=Block(candidates, positions, slots=positions))
+            block = Block(candidates, positions, slots=positions, picks=self._picks)
+            asked = replace(asked, block=block)
             target_predict = self._sampler(next_token_logits, asked, positions.flatten())
             if any(alone):
                 draws = target_predict.view_as(candidates)
                 candidates = _not_acceptable(candidates, alone, draws, asked.info.vocab_size)
-        return super()._accept_block(
+        result = super()._accept_block(
             candidates=candidates,
             next_token_logits=next_token_logits,
             prefix_lens=prefix_lens,
             target_predict=target_predict,
             **others,
         )
+        if asked.block is not None and target_predict is not None:
+            draws = target_predict.view_as(candidates)
+            self._noise.learn(asked.reqs, asked.rows, asked.block, draws, result[0])
+        return result
 
     def _append_target_hidden_to_draft_kv_by_loc(
         self,
@@ -168,8 +184,16 @@ class DFlashWorker(DFlashWorkerV2):
         return not exposed and self._sampler.is_argmax(self._asked)
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states: Tensor, **_: Any) -> Tensor:
-        """The draft's forward has chosen the tokens: [n, 1] -> [n]."""
-        return hidden_states.flatten()
+        """The draft's forward has chosen the tokens: [B * (N - 1), 1 + C] -> [B * (N - 1)].
+
+        The others are kept: what each share of the noise would draft.
+        """
+        self._picks = None
+        reqs = self._asked.reqs
+        if any(map(is_sampled, reqs)):
+            drafts = hidden_states[:, 1:].unflatten(0, (len(reqs), -1)).permute(2, 0, 1)
+            self._picks = F.pad(drafts, (1, 0))  # a copy, with a place for the anchor
+        return hidden_states[:, 0]
 
     def _maybe_build_draft_sampler(self) -> None:
         """The head is a part of the draft's forward."""
@@ -212,9 +236,3 @@ def _rows_of_states(batch: ScheduleBatch) -> Any:
 
 def _whole_output(req: Any, start: int) -> list[int]:
     return list(req.output_ids[start:])
-
-
-def _draw(sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
-    """A draw by SGLang's sampler, of requests without seeds."""
-    drawn: Tensor = sampler._sample_from_probs(probs, info, positions, is_simple(info))[0]
-    return drawn

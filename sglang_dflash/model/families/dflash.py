@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.lm_head import Prediction
 
@@ -15,13 +16,15 @@ class Head(DraftHead):
         super().bind(*given)
         self.rank_local = self.vocabulary.whole_head
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
-        return self.vocabulary.predict(self.drafting(hidden), return_probs)
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
+        logits = self.logits(self.drafting(hidden))
+        return self.vocabulary.largest(logits.flatten(0, 1), return_probs, noise)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """The hidden states that drafts are predicted from: [n, H] -> [B * drafts, H]."""
-        blocks = hidden.view(-1, self.width, hidden.shape[1])
-        return blocks[:, self.config.first_drafting :].flatten(0, 1)
+        """The hidden states that drafts are predicted from: [B, N, H] -> [B, drafts, H]."""
+        return hidden[:, self.config.first_drafting :]
 
 
 head = Head

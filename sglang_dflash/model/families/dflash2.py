@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats.dflash2 import Convolution, DFlash2, Selector
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.families import dflash
-from sglang_dflash.model.families.sequential import SequentialHead
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
-from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary
+from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary, choose
 from sglang_dflash.model.rope import DraftRotary
 
 
@@ -110,7 +110,7 @@ class CandidateSelector(nn.Module):
         return torch.matmul(left, right.transpose(2, 3))
 
 
-class Selection(SequentialHead):
+class Selection(DraftHead):
     """Drafts blocks with a candidate selector."""
 
     def __init__(self, config: DFlashConfig, selector: Selector) -> None:
@@ -121,26 +121,35 @@ class Selection(SequentialHead):
         super().bind(*given)
         self.candidate_selector.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
-        """As `SequentialHead.blocks`. A draft's probability is its weight among the candidates."""
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
+        """As `DraftHead.blocks`. A draft's probability is its weight among the candidates."""
         anchors = token_ids[:, :1]
         drafting = hidden[:, self.config.first_drafting :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
         before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
         scores = logits[:, :, None] + self.candidate_selector.edges(drafting, before, ids)
-        best = scores.argmax(dim=3)  # [B, S, k]: the choice after each token before
+        gumbel = self.vocabulary.kernels.gumbel(noise, ids.contiguous())[:, None, :, None]
+        noisy = scores[:, None] + noise.scales()[:, :, None, None, None] * gumbel  # [B, C, S, k, k]
+        best = noisy.argmax(dim=4)  # [B, C, S, k]: the choice after each token before
+        choices = noise.choices()
+        chosen = _of_choice(best, choices)  # [B, S, k]
         at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
         path = [at]
-        for position in range(best.shape[1]):
-            at = best[:, position].gather(1, at)
+        for position in range(chosen.shape[1]):
+            at = chosen[:, position].gather(1, at)
             path.append(at)
-        steps = torch.cat(path, dim=1)[:, :, None]  # [B, S + 1, 1]
-        drafts = ids.gather(2, steps[:, 1:]).flatten()
+        taken = torch.cat(path, dim=1)[:, :-1]  # [B, S], the token before each draft
+        after = taken[:, None, :, None].expand(-1, best.shape[1], -1, 1)
+        picks = ids[:, None].expand_as(best).gather(3, best.gather(3, after))  # [B, C, S, 1]
+        picks = picks.squeeze(3).transpose(1, 2).flatten(0, 1)
+        drafts = choose(picks, choices)
         if not return_probs:
-            return Prediction(drafts, None)
-        taken = steps[:, :-1, :, None].expand(-1, -1, -1, self.candidate_selector.top_k)
-        weights = scores.gather(2, taken).softmax(dim=3).amax(dim=3)  # [B, S, 1]
-        return Prediction(drafts, weights.flatten())
+            return Prediction(drafts, picks, None)
+        after = taken[:, :, None, None].expand(-1, -1, 1, ids.shape[2])
+        scores = _of_choice(noisy, choices).gather(2, after)  # [B, S, 1, k]
+        return Prediction(drafts, picks, scores.softmax(dim=3).amax(dim=3).flatten())
 
     def _candidates(self, drafting: Tensor) -> Candidates:
         """The candidates of each position, [B, S, k] each.
@@ -152,6 +161,12 @@ class Selection(SequentialHead):
         found = self.vocabulary.candidates(self.vocabulary.logits(hidden), count)
         shape = *drafting.shape[:2], count
         return Candidates(found.ids.view(shape), self.scaled(found.logits).view(shape))
+
+
+def _of_choice(values: Tensor, choices: Tensor) -> Tensor:
+    """The values at each request's share: [B, C, ..] -> [B, ..]."""
+    index = choices.view(-1, *(1,) * (values.dim() - 1)).expand(-1, 1, *values.shape[2:])
+    return values.gather(1, index).squeeze(1)
 
 
 def head(config: DFlashConfig) -> DraftHead:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats.domino import Domino
-from sglang_dflash.model.families.sequential import SequentialHead
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.lm_head import Prediction
 
@@ -58,7 +58,7 @@ class Correction(nn.Sequential):
         return inner[:, :size], inner[:, size:].T, self.get_parameter("2.weight")
 
 
-class PrefixChain(SequentialHead):
+class PrefixChain(DraftHead):
     """Drafts the positions of a block one after another, each corrected by all tokens before it."""
 
     def __init__(self, config: DFlashConfig, family: Domino) -> None:
@@ -71,7 +71,9 @@ class PrefixChain(SequentialHead):
         super().bind(*given)
         self.vocabulary.fit_output(self.embed_proj.get_parameter("2.weight"))
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
         # A block has N - 1 drafts either way. The position that predicts none is not looked at.
         predicting = slice(0, self.width - 1) if self.family.shifted else slice(1, self.width)
         hidden = hidden[:, predicting].contiguous()
@@ -83,11 +85,12 @@ class PrefixChain(SequentialHead):
         drafts = []
         for n in range(self.width - 1):
             state = self.prefix_gru(self.embed(token), state)
+            here = noise.at(n)
             if n < self.family.pure_prefix:
-                draft = self.vocabulary.largest(logits[n], return_probs)
+                draft = self.vocabulary.largest(logits[n], return_probs, here)
             else:
                 inner = F.silu(torch.addmm(of_hidden[n], state, by_state))
-                draft = self.vocabulary.biased_largest(logits[n], inner, outer, return_probs)
+                draft = self.vocabulary.biased_largest(logits[n], inner, outer, return_probs, here)
             drafts.append(draft)
             token = draft.ids
         return Prediction.of_blocks(drafts)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats.dspark import DSpark, Markov
+from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.families import dflash
-from sglang_dflash.model.families.sequential import SequentialHead
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.lm_head import Prediction, Vocabulary
 
@@ -115,7 +115,7 @@ class ConfidenceHead(nn.Module):
         return logits.squeeze(1).float().sigmoid()
 
 
-class Chain(SequentialHead):
+class Chain(DraftHead):
     """Drafts the positions of a block one after another, each with a bias by the token before."""
 
     def __init__(self, config: DFlashConfig, family: DSpark, markov: Markov) -> None:
@@ -129,7 +129,9 @@ class Chain(SequentialHead):
         super().bind(*given)
         self.markov_head.fit(self.vocabulary)
 
-    def blocks(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
         markov = self.markov_head
         confidence = self.confidence_head
         first = self.config.first_drafting
@@ -145,8 +147,9 @@ class Chain(SequentialHead):
             latent, state = markov.latent(row, of_hidden[position], state)
             if position < first:
                 continue  # the head's state advances, and the anchor is also before the first draft
+            n = position - first
             biased = self.vocabulary.biased_largest(
-                logits[position - first], latent, w2, return_probs and confidence is None
+                logits[n], latent, w2, return_probs and confidence is None, noise.at(n)
             )
             token = biased.ids
             drafts.append(biased)
@@ -155,7 +158,7 @@ class Chain(SequentialHead):
         if not return_probs or confidence is None:
             return found
         before = torch.stack(markov_rows, dim=1).flatten(0, 1)
-        return Prediction(found.ids, confidence(drafting.flatten(0, 1), before))
+        return found._replace(probabilities=confidence(drafting.flatten(0, 1), before))
 
 
 class Confident(dflash.Head):
@@ -169,10 +172,14 @@ class Confident(dflash.Head):
         super().bind(*given)
         self.rank_local = True
 
-    def predict(self, hidden: Tensor, token_ids: Tensor, return_probs: bool) -> Prediction:
-        ids = super().predict(hidden, token_ids, return_probs=False).ids
-        probabilities = self.confidence_head(self.drafting(hidden)) if return_probs else None
-        return Prediction(ids, probabilities)
+    def blocks(
+        self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
+    ) -> Prediction:
+        found = super().blocks(hidden, token_ids, False, noise)
+        if not return_probs:
+            return found
+        drafting = self.drafting(hidden).flatten(0, 1)
+        return found._replace(probabilities=self.confidence_head(drafting))
 
 
 def head(config: DFlashConfig) -> DraftHead:
