@@ -180,22 +180,23 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     end = start + share
     src = logits + token * stride
     probs: tl.constexpr = sum_exps is not None
-    temperature = 0.0
-    if shares > 1:
+    if shares == 1:
+        index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
+    else:
         request = token // drafts
         row = tl.load(rows + request)
         temperature = tl.load(temperatures + row)
-    if temperature > 0.0:
-        position = tl.load(positions + request * positions_stride) + first + token % drafts
-        state = hash_of_position(tl.load(seeds + row), position)
-        index, value, sum_exp = _search(
-            src, ids, start, end, size, state, temperature, probs, columns // shares, shares
-        )
-    else:
-        index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
-        index = tl.broadcast_to(index, [shares])
-        value = tl.broadcast_to(value, [shares])
-        sum_exp = tl.broadcast_to(sum_exp, [shares])
+        if temperature > 0.0:
+            position = tl.load(positions + request * positions_stride) + first + token % drafts
+            state = hash_of_position(tl.load(seeds + row), position)
+            index, value, sum_exp = _search(
+                src, ids, start, end, size, state, temperature, probs, columns // shares, shares
+            )
+        else:
+            index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
+            index = tl.broadcast_to(index, [shares])
+            value = tl.broadcast_to(value, [shares])
+            sum_exp = tl.broadcast_to(sum_exp, [shares])
     dst = (token * tl.num_programs(1) + part) * shares + tl.arange(0, shares)
     tl.store(indices + dst, index)
     tl.store(values + dst, value)

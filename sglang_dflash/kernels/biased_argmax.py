@@ -186,29 +186,33 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
     end = start + share
     probs: tl.constexpr = sum_exps is not None
     none = tl.zeros([group], tl.float32)
-    hottest = 0.0
-    if shares > 1:
-        request = token // drafts
-        row = tl.load(rows + request, token_mask, 0)
-        temperature = tl.load(temperatures + row, token_mask, 0.0)
-        hottest = tl.max(temperature)
-    if hottest > 0.0:
-        position = tl.load(positions + request * positions_stride, token_mask, 0)
-        state = hash_of_position(tl.load(seeds + row), position + first + token % drafts)
-        index, value, sum_exp = _search(
-            logits, latent, weight, ids, token, token_mask, start, end, state, temperature,
-            logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
-            group, columns, ranks, probs, shares,
-        )  # fmt: skip
-    else:
+    if shares == 1:
         index, value, sum_exp = _search(
             logits, latent, weight, ids, token, token_mask, start, end, none, none,
             logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
             group, columns, ranks, probs, 1,
         )  # fmt: skip
-        index = tl.broadcast_to(index, [shares, group])
-        value = tl.broadcast_to(value, [shares, group])
-        sum_exp = tl.broadcast_to(sum_exp, [shares, group])
+    else:
+        request = token // drafts
+        row = tl.load(rows + request, token_mask, 0)
+        temperature = tl.load(temperatures + row, token_mask, 0.0)
+        if tl.max(temperature) > 0.0:
+            position = tl.load(positions + request * positions_stride, token_mask, 0)
+            state = hash_of_position(tl.load(seeds + row), position + first + token % drafts)
+            index, value, sum_exp = _search(
+                logits, latent, weight, ids, token, token_mask, start, end, state, temperature,
+                logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
+                group, columns, ranks, probs, shares,
+            )  # fmt: skip
+        else:
+            index, value, sum_exp = _search(
+                logits, latent, weight, ids, token, token_mask, start, end, none, none,
+                logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
+                group, columns, ranks, probs, 1,
+            )  # fmt: skip
+            index = tl.broadcast_to(index, [shares, group])
+            value = tl.broadcast_to(value, [shares, group])
+            sum_exp = tl.broadcast_to(sum_exp, [shares, group])
     dst = (token * parts + part)[None, :] * shares + tl.arange(0, shares)[:, None]
     tl.store(values + dst, value, token_mask[None, :])
     tl.store(indices + dst, index, token_mask[None, :])

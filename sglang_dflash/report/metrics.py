@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dflash.report.step_log import Step, is_watched, new_log
+from sglang_dflash.step.noise import is_sampled
 from sglang_dflash.step.policies import CommittedStep
 
 logger = logging.getLogger(__name__)
@@ -98,36 +99,68 @@ class MeanWidth:
 
 
 class LowAcceptance:
-    """Warns if hardly any draft is accepted, once until acceptance is better."""
+    """Warns if hardly any draft is accepted, once until acceptance is better.
+
+    Sampled requests are judged apart: a hot target is hard to draft for, however good the draft is.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._steps = self._accepted = 0
-        self._is_low = False
+        self._greedy, self._sampled = _Recent(), _Recent()
 
     def observe(self, step: CommittedStep) -> None:
-        self.count(step.accepted)
+        for req, accepted in zip(step.reqs, step.accepted, strict=True):
+            recent = self._sampled if is_sampled(req) else self._greedy
+            if recent.becomes_low(accepted, req.sampling_params.temperature):
+                self._warn(recent, is_sampled(req))
 
-    def count(self, accepted: list[int]) -> None:
-        """Count a step. accepted: drafts of each request."""
-        self._steps += len(accepted)
-        self._accepted += sum(accepted)
-        if self._steps < WATCHED_STEPS:
-            return
-        steps, length = self._steps, 1 + self._accepted / self._steps
-        self._steps = self._accepted = 0
-        was_low, self._is_low = self._is_low, length < LOW_ACCEPT_LENGTH
-        if self._is_low and not was_low:
-            logger.warning(
-                "DFLASH: acceptance is low. The last %d steps committed %.2f tokens each, and a "
-                "block of this draft holds %d. Answers are right, but slow. Check with "
-                "`sglang-dflash inspect` that the draft belongs to this target. Check that "
-                "requests use the chat template and the thinking mode that the draft was trained "
-                "with. See docs/operating.md.",
-                steps,
-                length,
-                self._block_size,
+    def _warn(self, recent: _Recent, sampled: bool) -> None:
+        of_requests, advice = "", ""
+        if sampled:
+            of_requests = (
+                f" of sampled requests, at a mean temperature of {recent.temperature:.1f},"
             )
+            known = self._greedy.length
+            if known is not None and known >= LOW_ACCEPT_LENGTH:
+                advice = f"Greedy requests commit {known:.2f}, so the draft fits the target. "
+            advice += "The hotter the target, the less a draft can know. If it is not hot: "
+        logger.warning(
+            "DFLASH: acceptance is low. The last %d steps%s committed %.2f tokens each, and a "
+            "block of this draft holds %d. Answers are right, but slow. %sCheck with "
+            "`sglang-dflash inspect` that the draft belongs to this target. Check that requests "
+            "use the chat template and the thinking mode that the draft was trained with. See "
+            "docs/operating.md.",
+            WATCHED_STEPS,
+            of_requests,
+            recent.length,
+            self._block_size,
+            advice,
+        )
+
+
+class _Recent:
+    """The last steps of requests of one kind."""
+
+    def __init__(self) -> None:
+        self.length: float | None = None  # tokens a step, once enough steps are known
+        self.temperature = 0.0  # their mean
+        self._is_low = False
+        self._steps = self._accepted = 0
+        self._temperatures = 0.0
+
+    def becomes_low(self, accepted: int, temperature: float) -> bool:
+        """Count a step of one request. Whether its kind is found to be low, and was not before."""
+        self._steps += 1
+        self._accepted += accepted
+        self._temperatures += temperature
+        if self._steps < WATCHED_STEPS:
+            return False
+        self.length = 1 + self._accepted / self._steps
+        self.temperature = self._temperatures / self._steps
+        self._steps = self._accepted = 0
+        self._temperatures = 0.0
+        was_low, self._is_low = self._is_low, self.length < LOW_ACCEPT_LENGTH
+        return self._is_low and not was_low
 
 
 class StepMetrics:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from sglang_dflash.method.noise import SHARES, gumbel
 from test.adapters import adapter_id
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.forced import Forced, put_drafter
@@ -236,4 +239,18 @@ def assert_drafts(
         assert blocks
         for at, block in blocks.items():
             assert block[0] == ids[at]
-            assert block[1:] == draft_block(model, expected, weights, ids[: at + 1]), (at, block)
+            wanted = [
+                draft_block(model, expected, weights, ids[: at + 1], noise=noise)
+                for noise in possible_noise(req, at, len(block))
+            ]
+            assert block[1:] in wanted, (at, block)
+
+
+def possible_noise(req: Any, anchor: int, drafts: int) -> list[Tensor]:
+    """The noise of a request's drafts behind a position, at each share: [drafts, V]."""
+    params, vocabulary = req.sampling_params, torch.arange(200)
+    positions = torch.arange(anchor, anchor + drafts)[:, None]
+    noise = gumbel(torch.tensor([req.dflash_seed]), positions, vocabulary)
+    if params.top_k == 1:
+        return [0 * noise]
+    return [share * params.temperature * noise for share in SHARES]

@@ -292,7 +292,7 @@ def test_the_largest_logit_equals_its_reference(
     assert (ours[2] is None) == (reference[2] is None) == (not return_probs)
     if ours[2] is not None and reference[2] is not None:
         torch.testing.assert_close(ours[2].cpu()[sane], reference[2][sane])
-        torch.testing.assert_close(ours[2].cpu()[2], torch.tensor(2.0))
+        torch.testing.assert_close(ours[2].cpu()[2], torch.tensor([2.0]))
 
 
 @pytest.mark.parametrize(("tokens", "size", "rank"), [(1, 5, 3), (9, 1000, 200), (40, 10_000, 16)])

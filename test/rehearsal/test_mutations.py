@@ -34,12 +34,11 @@ TOKENS = [
     ("kernels.next_block:launch_next_block", "table.stride(0),", "0,"),
     ("step.forward:VerifyInput.forward_batch", "=seq_lens,", "=seq_lens + 1,"),
     ("step.slots:Slots._alloc", "start_on_device - 1", "start_on_device * 0"),
-    ("step.sample:_by_position", "asked.expand(value)", "value"),
     (AHEAD, "bonus, accepted.lens", "bonus, accepted.lens + 1"),
     ("logits.grammar:_mask_alike", "logits=dense", "logits=dense.clone()"),
     ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
     ("backends.fa3:begin_forward", "backend.page_size,", "1,"),
-    ("kernels.argmax:launch_largest", "logits.stride(0), size", "logits.stride(0), size - 40"),
+    ("kernels.argmax:launch_largest", "        size,", "        size - 40,"),
 ]
 PLAN = "step.forward:VerifyInput.generate_attn_arg_prefill"
 PLANS = [
@@ -50,6 +49,8 @@ CONTEXT = [
     (WORKER + "_write_context", "accepted.kv_slots", "accepted.kv_slots.roll(1, dims=1)"),
     (AHEAD, "Outcome.unpack(copy.wait()).num_accepted + 1", "most_committed"),
     ("model.context_kv:ContextKV._cos_sin", "table[positions]", "table[positions + 1]"),
+    ("model.draft:DFlashDraftModel.forward", "width)[:, 0]", "width)[:, 1]"),
+    ("kernels.argmax:noise_arguments", "noise.first,", "noise.first + 1,"),
     ("model.context_kv:ContextKV._stack", "p.weight[outputs]", "p.weight[outputs].flip(0)"),
 ]
 
@@ -109,8 +110,9 @@ def test_what_the_draft_sees(
 ) -> None:
     """Tokens are still right, but drafts are not, so acceptance would fall."""
     mutate(monkeypatch, *mutation)
-    asked = answer(small, {"one": Asked(prompt(990, 12), N)})
-    reqs, drafts = served(small, asked, "flashinfer")
+    sampled = N | {"temperature": 0.9, "top_k": 40}
+    kinds = {"one": Asked(prompt(990, 12), N), "sampled": Asked(prompt(990, 9), sampled)}
+    reqs, drafts = served(small, answer(small, kinds), "flashinfer")
     with pytest.raises(AssertionError):
         assert_drafts(small, reqs, drafts)
 

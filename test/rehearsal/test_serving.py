@@ -79,7 +79,8 @@ def seeded(small: Path) -> dict[str, Asked]:
 @pytest.mark.parametrize(("backend", "page"), once_each(BACKENDS, [16, 1]))
 def test_seeded_draws(small: Path, seeded: dict[str, Asked], backend: str, page: int) -> None:
     """SGLang's deterministic kernels, and draws that depend on the seed of each request."""
-    served(small, seeded, backend, page_size=page, **SEEDED)
+    reqs, drafts = served(small, seeded, backend, page_size=page, **SEEDED)
+    assert_drafts(small, reqs, drafts)
 
 
 @pytest.mark.ci

@@ -60,6 +60,20 @@ def test_the_host_waits_once(
         assert table()[backend, page] == (launches, copies, len(waits))
 
 
+SAMPLED = [{"temperature": 0.8}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01}]
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=["plain", "filtered"])
+def test_a_sampled_step(small: Path, options: dict[str, Any]) -> None:
+    """It launches, copies and waits as often as a greedy one."""
+    with engine(small, "fa3", cuda_graph_bs=[4]) as run:
+        steady(run, **options)
+        for _ in range(2):
+            replays, launches, copies, waits = watched_step(run)
+            assert (replays, waits) == (2, [OURS])
+            assert table()["fa3", 1] == (launches, copies, 1)
+
+
 def test_penalties_wait_for_nothing(small: Path) -> None:
     """The host has the output that they count."""
     penalties = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 50}

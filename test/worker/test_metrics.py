@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.report.metrics import (
     LOW_ACCEPT_LENGTH,
@@ -21,10 +23,13 @@ from test.worker.conftest import force, prompt
 RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
 
 
-def step(widths: list[int], accepted: list[int]) -> CommittedStep:
+def step(widths: list[int], accepted: list[int], temperature: float = 0.0) -> CommittedStep:
     """A step of which only these are known."""
     committed = [CommittedTokens([], number, 0) for number in accepted]
-    return CommittedStep([], list, widths, committed)
+    params = SamplingParams(temperature=temperature)
+    params.normalize(None)
+    reqs: list[Any] = [SimpleNamespace(sampling_params=params) for _ in accepted]
+    return CommittedStep(reqs, list, widths, committed)
 
 
 def test_the_mean_width_begins_anew() -> None:
@@ -37,11 +42,11 @@ def test_the_mean_width_begins_anew() -> None:
     assert widths.take() == 3.0
 
 
-def observe(watch: LowAcceptance, length: float) -> None:
+def observe(watch: LowAcceptance, length: float, temperature: float = 0.0) -> None:
     """As many steps as are judged together."""
     accepted = round((length - 1) * WATCHED_STEPS)
     each = [1] * accepted + [0] * (WATCHED_STEPS - accepted)
-    watch.observe(step([16] * WATCHED_STEPS, each))
+    watch.observe(step([16] * WATCHED_STEPS, each, temperature))
 
 
 def test_low_acceptance_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,6 +58,21 @@ def test_low_acceptance_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert "1.05" in warned[0]
     assert "1.02" in warned[1]
     assert "sglang-dflash inspect" in warned[0]
+
+
+def test_a_hot_target_is_told_from_a_bad_draft(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LowAcceptance(16)
+    observe(watch, 1.1, temperature=1.4)
+    observe(watch, 1.9)
+    observe(watch, 1.6, temperature=0.7)
+    observe(watch, 1.2, temperature=1.2)
+    observe(watch, 1.1)
+    unsure, sure, greedy = [record.message for record in caplog.records]
+    assert "sampled requests, at a mean temperature of 1.4, committed 1.10 tokens" in unsure
+    assert "Greedy requests commit" not in unsure
+    assert "temperature of 1.2" in sure
+    assert "Greedy requests commit 1.90, so the draft fits the target." in sure
+    assert "sampled" not in greedy
 
 
 @pytest.mark.parametrize("width", ["full", "4"])
