@@ -28,6 +28,7 @@ class Settings:
     temperature: float
     template: dict[str, Any]  # chat-template switches
     ignore_eos: bool = False
+    filters: dict[str, float] = field(default_factory=dict)  # top_p, top_k, min_p
 
 
 @dataclass
@@ -86,7 +87,7 @@ async def _all(
 
 async def _whole(client: aiohttp.ClientSession, prompt: Prompt, settings: Settings) -> Answer:
     if not prompt.chat:  # only the native endpoint reports acceptance for a raw prompt
-        sampling: dict[str, Any] = {"temperature": settings.temperature}
+        sampling: dict[str, Any] = {"temperature": settings.temperature} | settings.filters
         sampling |= {"max_new_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         raw = await _asked(client, "generate", {"text": prompt.text, "sampling_params": sampling})
         return Answer(raw["text"], raw["meta_info"]["completion_tokens"], raw["meta_info"])
@@ -153,6 +154,7 @@ def _request(prompt: Prompt, settings: Settings) -> tuple[str, dict[str, Any]]:
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "ignore_eos": settings.ignore_eos,
+        **settings.filters,
     }
     if not prompt.chat:
         return "v1/completions", body | {"prompt": prompt.text}

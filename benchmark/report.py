@@ -17,7 +17,7 @@ SHOWN = {
     "domino": "Domino",
 }
 CONFIGURATION = (
-    *("workload", "temperature", "block_size", "verify_width"),
+    *("workload", "temperature", "filter", "block_size", "verify_width"),
     *("tp", "page_size", "attention_backend"),
 )
 
@@ -39,7 +39,7 @@ def groups(points: list[dict[str, Any]]) -> Iterable[tuple[tuple[Any, ...], list
     """Points by configuration, each sorted by concurrency and side."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for point in points:
-        found.setdefault(tuple(point[key] for key in CONFIGURATION), []).append(point)
+        found.setdefault(tuple(point.get(key) for key in CONFIGURATION), []).append(point)
     for configuration, same in sorted(found.items(), key=str):
         yield configuration, sorted(same, key=lambda p: (p["concurrency"], sides(same)[p["side"]]))
 

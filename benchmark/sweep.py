@@ -14,6 +14,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,14 @@ def prompt_sets(args: argparse.Namespace) -> dict[str, list[Prompt]]:
     return {"+".join(sets): [prompt for prompt in in_turn if prompt is not None]}
 
 
-def settings_at(args: argparse.Namespace, concurrency: int, temperature: float) -> Settings:
-    return Settings(concurrency, args.max_tokens, temperature, args.chat_template, args.ignore_eos)
+def settings_at(
+    args: argparse.Namespace, concurrency: int, temperature: float, filters: str | None = None
+) -> Settings:
+    """filters: JSON."""
+    settings = Settings(
+        concurrency, args.max_tokens, temperature, args.chat_template, args.ignore_eos
+    )
+    return replace(settings, filters=json.loads(filters)) if filters else settings
 
 
 def configurations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -150,10 +157,13 @@ class Sweep:
     def _todo(self, axes: dict[str, Any]) -> list[dict[str, Any]]:
         """Points of a configuration that some side has not measured, in shuffled order."""
         points = [
-            axes | {"workload": workload, "concurrency": concurrency, "temperature": temperature}
+            axes
+            | {"workload": workload, "concurrency": concurrency}
+            | {"temperature": temperature, "filter": filters}
             for workload in self._sets
             for concurrency in self._args.concurrency
             for temperature in self._args.temperature
+            for filters in ([None, *self._args.filter] if temperature > 0 else [None])
         ]
         self._rng.shuffle(points)
         return [p for p in points if not all(self._results.has(p, name) for name in self._names)]
@@ -193,7 +203,8 @@ class Sweep:
 
         If a point is interrupted, its repeats so far are kept, and a later run measures it again.
         """
-        settings = settings_at(self._args, point["concurrency"], point["temperature"])
+        asked = point["concurrency"], point["temperature"], point["filter"]
+        settings = settings_at(self._args, *asked)
         prompts = self._prompts(point)
         counts = dict(Counter(prompt.workload for prompt in prompts))
         shown = ", ".join(f"{count} {workload}" for workload, count in counts.items())
@@ -270,6 +281,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--concurrency", type=lambda t: [int(c) for c in names(t)], default=[1, 2, 4, 8, 16, 32]
     )
     parser.add_argument("--temperature", type=lambda t: [float(x) for x in names(t)], default=[0.0])
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='also with this filter above temperature 0, as {"top_p": 0.95, "top_k": 20}',
+    )
     parser.add_argument("--chat-template", type=json.loads, default={"enable_thinking": False})
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     add_server_options(parser)

@@ -15,10 +15,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from benchmark import dummy, plot, report, workloads
-from benchmark.load import Answer
+from benchmark.load import Answer, _request
 from benchmark.stats import median_and_spread, percentile
 from benchmark.step_cost import split, tokens_of
-from benchmark.sweep import Results, Sweep, acceptance, parse
+from benchmark.sweep import Results, Sweep, acceptance, parse, settings_at, settings_of
+from benchmark.workloads import Prompt
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.tiny.prompts import held_out
@@ -208,3 +209,18 @@ def test_dummy_has_the_shape_of_qwen3_8b(tmp_path: Path) -> None:
     assert len(words) == target["vocab_size"]
     shape = Target("target", 36, target["hidden_size"], target["vocab_size"])
     assert misfits(draft, shape) == []
+
+
+def test_filters_are_an_axis_of_sampled_requests(tmp_path: Path) -> None:
+    """Each point says its own, and its requests have it."""
+    filters = '{"top_p": 0.9, "top_k": 20}'
+    flags = ["--out", str(tmp_path / "x.json"), "--data", "word", "--concurrency", "1"]
+    args = parse([*flags, "--temperature", "0,0.8", "--filter", filters])
+    results = Results(args.out, settings_of(args))
+    points = Sweep(args, results, Console())._todo({})
+    found = {(point["temperature"], point["filter"]) for point in points}
+    assert found == {(0.0, None), (0.8, None), (0.8, filters)}
+    settings = settings_at(args, 1, 0.8, filters)
+    _, body = _request(Prompt("word", "How many?"), settings)
+    assert (body["top_p"], body["top_k"], body["temperature"]) == (0.9, 20, 0.8)
+    assert "top_p" not in _request(Prompt("word", "?"), settings_at(args, 1, 0.8))[1]
