@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from transformers import Qwen3Config
@@ -12,6 +13,8 @@ from sglang_dflash.checkpoint.served import is_draft, load_draft
 from sglang_dflash.errors import Refusal
 from sglang_dflash.logits.processors import wrong_processor
 from sglang_dflash.seam import release
+
+NEXT_SEED = 0x1E3779B97F4A7C15  # an odd number, so that no seed comes again
 
 
 def validate_request(req: Any) -> str | None:
@@ -40,6 +43,20 @@ def validate_request(req: Any) -> str | None:
             req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
             return f"{field} has a token outside the vocabulary of {req.vocab_size} tokens."
     return None
+
+
+def seed_answers_apart(manager: Any, request: Any) -> None:
+    """BEFORE `TokenizerManager._send_one_request`: the `n` answers to a request have other seeds.
+
+    SGLang sends a copy of the request for each, and all copies share their sampling parameters. The
+    one that is sent keeps a copy of them, and the next one finds the next seed.
+    """
+    params = getattr(request, "sampling_params", None)
+    if params is None or params.n == 1 or not isinstance(params.sampling_seed, int):
+        return
+    if not release.server_args().enable_deterministic_inference:  # there, all draws are SGLang's
+        request.sampling_params = copy(params)
+        params.sampling_seed = (params.sampling_seed + NEXT_SEED) % 2**63
 
 
 def get_config(original: Any, model: str, *args: Any, **kwargs: Any) -> Any:

@@ -66,10 +66,10 @@ def launch_largest(
 def noise_arguments(noise: DraftNoise | None, tokens: int) -> tuple[Any, ...]:
     """What kernels take of the noise of so many tokens."""
     if noise is None:
-        return (None,) * 5 + (0,) * 3
+        return (None,) * 6 + (0,) * 3
     drafts = tokens // max(1, len(noise.rows))
     table, positions = noise.table, noise.positions
-    tensors = table.seeds, table.temperatures, noise.rows, positions, noise.ids
+    tensors = table.seeds, table.temperatures, table.shares, noise.rows, positions, noise.ids
     return (*tensors, positions.stride(0), noise.first, drafts)
 
 
@@ -89,35 +89,38 @@ def largest_in_torch(
     logits: Tensor, return_probs: bool = False, noise: DraftNoise | None = None
 ) -> Largest:
     """The reference of `launch_largest`."""
-    scores = _with_noise(logits, noise)
-    index = scores.argmax(dim=-1)
-    value = scores.gather(2, index[..., None]).squeeze(2).float()
-    sum_exp = (scores.float() - value[..., None]).exp_().sum(dim=-1) if return_probs else None
-    found = Largest(index, value, sum_exp)
-    if noise is not None and index.shape[1] == 1:
-        every = (None if field is None else field.expand(-1, len(SHARES)) for field in found)
-        return Largest(*every)  # type: ignore[arg-type]
+    found = _largest(logits, return_probs)
+    if noise is None:
+        return found
+    index, value, sum_exp = (
+        each if each is None else each.repeat(1, len(SHARES)) for each in found
+    )
+    found = Largest(index, value, sum_exp)  # type: ignore[arg-type]
+    scales = noise.scales()  # [B, C]
+    drawn = scales.any(dim=1).nonzero().flatten()
+    drafts = len(logits) // len(scales)
+    at = (drawn[:, None] * drafts + torch.arange(drafts, device=drawn.device)).flatten()
+    if len(at) == 0:
+        return found
+    numbers = noise.of(drawn).gumbel(drafts, noise.ids).flatten(0, 1)
+    for share, scale in enumerate(scales[drawn].repeat_interleave(drafts, dim=0).unbind(1)):
+        best = _largest(logits[at] + scale[:, None] * numbers, return_probs)
+        for field, value in zip(found, best, strict=True):
+            if field is not None and value is not None:
+                field[at, share] = value[:, 0]
     return found
 
 
-def _with_noise(logits: Tensor, noise: DraftNoise | None) -> Tensor:
-    """[n, C, V], or [n, 1, V] if nothing has noise."""
-    if noise is None or not bool(noise.scales().any()):
-        return logits[:, None]
-    drafts = logits.shape[0] // len(noise.rows)
-    scales = noise.scales()[:, None, :, None]  # [B, 1, C, 1]
-    shared = scales * noise.gumbel(drafts, noise.ids)[:, :, None]  # [B, M, C, V]
-    return logits[:, None] + shared.flatten(0, 1)
+def _largest(logits: Tensor, return_probs: bool) -> Largest:
+    index = logits.argmax(dim=-1, keepdim=True)
+    value = logits.gather(1, index).float()
+    sum_exp = None
+    if return_probs:
+        sum_exp = (logits.float() - value).exp_().sum(dim=-1, keepdim=True)
+    return Largest(index, value, sum_exp)
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
-@triton.jit
-def scales_of_noise(temperature, shares: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The factor of the noise at each of SHARES: 0, then from a half to the whole temperature."""
-    number = tl.arange(0, shares)
-    return tl.where(number == 0, 0.0, (number + 1) / shares) * temperature
-
-
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
     src,  # of a token's logits
@@ -126,13 +129,12 @@ def _search(  # type: ignore[no-untyped-def]
     end,
     size,
     state,  # uint32, the hash of its position
-    temperature,
+    scale,  # [shares] float32, of the noise
     return_probs: tl.constexpr,
     columns: tl.constexpr,
     shares: tl.constexpr,
 ):
     """The largest from one column to another: its index, its value, `sum_exp`, [shares] each."""
-    scale = scales_of_noise(temperature, shares)[:, None]
     best = tl.full([shares, columns], float("-inf"), tl.float32)  # of each lane
     where = tl.zeros([shares, columns], tl.int32) + start + tl.arange(0, columns)[None, :]
     sum_exp = tl.zeros([shares, columns], tl.float32)
@@ -140,7 +142,8 @@ def _search(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, columns)
         logit = tl.load(src + column, column < size, float("-inf")).to(tl.float32)[None, :]
         if shares > 1:
-            logit += scale * gumbel(state, tl.load(ids + column, column < size, 0))[None, :]
+            numbers = gumbel(state, tl.load(ids + column, column < size, 0))
+            logit += scale[:, None] * numbers[None, :]
         logit = tl.where(logit != logit, float("inf"), logit)
         if return_probs:
             ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
@@ -163,6 +166,7 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     sum_exps,  # [n, parts, shares] float32 or None
     seeds,  # [R] int64, and so on: `noise_arguments`
     temperatures,  # [R] float32
+    share_of,  # [shares] float32
     rows,  # [B]
     positions,  # [B] int64
     ids,  # [V] int32
@@ -181,7 +185,7 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
     src = logits + token * stride
     probs: tl.constexpr = sum_exps is not None
     if shares == 1:
-        index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
+        index, value, sum_exp = _search(src, ids, start, end, size, 0, 0, probs, columns, 1)
     else:
         request = token // drafts
         row = tl.load(rows + request)
@@ -189,11 +193,12 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         if temperature > 0.0:
             position = tl.load(positions + request * positions_stride) + first + token % drafts
             state = hash_of_position(tl.load(seeds + row), position)
+            scale = temperature * tl.load(share_of + tl.arange(0, shares))
             index, value, sum_exp = _search(
-                src, ids, start, end, size, state, temperature, probs, columns // shares, shares
+                src, ids, start, end, size, state, scale, probs, columns // shares, shares
             )
         else:
-            index, value, sum_exp = _search(src, ids, start, end, size, 0, 0.0, probs, columns, 1)
+            index, value, sum_exp = _search(src, ids, start, end, size, 0, 0, probs, columns, 1)
             index = tl.broadcast_to(index, [shares])
             value = tl.broadcast_to(value, [shares])
             sum_exp = tl.broadcast_to(sum_exp, [shares])

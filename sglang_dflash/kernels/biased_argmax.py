@@ -13,7 +13,6 @@ from sglang_dflash.kernels.argmax import (
     largest_in_torch,
     noise_arguments,
     reduce_parts,
-    scales_of_noise,
 )
 from sglang_dflash.kernels.noise import gumbel, hash_of_position
 from sglang_dflash.method.noise import SHARES, DraftNoise
@@ -96,7 +95,7 @@ def _search(  # type: ignore[no-untyped-def]
     start,
     end,
     state,  # [group] uint32, the hash of each position
-    temperature,  # [group] float32
+    scale,  # [shares, group] float32, of the noise
     logits_stride,
     latent_stride,
     weight_stride,
@@ -113,7 +112,6 @@ def _search(  # type: ignore[no-untyped-def]
 
     The results are [shares, group], the tiles [shares, columns, group].
     """
-    scale = scales_of_noise(1.0, shares)[:, None, None] * temperature[None, None, :]
     best = tl.full([shares, columns, group], float("-inf"), tl.float32)
     where = tl.zeros([shares, columns, group], tl.int32) + size
     sum_exp = tl.zeros([shares, columns, group], tl.float32)
@@ -135,7 +133,8 @@ def _search(  # type: ignore[no-untyped-def]
         logit = (logit.to(tl.float32) + bias)[None, :, :]
         if shares > 1:
             token_id = tl.load(ids + column, column_mask, 0)
-            logit += scale * gumbel(state[None, :], token_id[:, None])[None, :, :]
+            numbers = gumbel(state[None, :], token_id[:, None])
+            logit += scale[:, None, :] * numbers[None, :, :]
         logit = tl.where(logit != logit, float("inf"), logit)
         if return_probs:
             ratio = tl.where(logit == best, 1.0, tl.exp(-tl.abs(logit - best)))
@@ -160,6 +159,7 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
     sum_exps,  # [n, parts, shares] float32 or None
     seeds,  # [R] int64, and so on: `noise_arguments`
     temperatures,  # [R] float32
+    share_of,  # [shares] float32
     rows,  # [B]
     positions,  # [B] int64
     ids,  # [V] int32
@@ -199,10 +199,11 @@ def _largest_biased_of_parts(  # type: ignore[no-untyped-def]
         if tl.max(temperature) > 0.0:
             position = tl.load(positions + request * positions_stride, token_mask, 0)
             state = hash_of_position(tl.load(seeds + row), position + first + token % drafts)
+            scale = tl.load(share_of + tl.arange(0, shares))[:, None] * temperature[None, :]
             index, value, sum_exp = _search(
-                logits, latent, weight, ids, token, token_mask, start, end, state, temperature,
+                logits, latent, weight, ids, token, token_mask, start, end, state, scale,
                 logits_stride, latent_stride, weight_stride, rank_stride, size, rank,
-                group, columns, ranks, probs, shares,
+                group, columns // shares, ranks, probs, shares,
             )  # fmt: skip
         else:
             index, value, sum_exp = _search(

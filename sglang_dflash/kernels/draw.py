@@ -74,18 +74,19 @@ def draw_in_torch(
     if requests is None:
         requests = torch.arange(each, device=logits.device).repeat_interleave(tokens // each)
     temperature, top_k, top_p, min_p, row = (field[requests, None] for field in sampling[:5])
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
     ids = torch.arange(size, device=logits.device)
     noise = gumbel_in_torch(sampling.seeds[row], positions[:, None], ids)
     is_greedy = top_k <= 1
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)
     scores = torch.where(is_greedy, scaled, scaled + noise)
     if sampling.filters:
-        probs = scaled.softmax(dim=-1)
-        ranked = probs.sort(dim=-1, descending=True).values
-        kept = (ids < top_k) & (ranked.cumsum(dim=-1) - ranked <= top_p)
-        kept &= ranked >= min_p * ranked[:, :1]
+        ranked = scaled.sort(dim=-1, descending=True).values
+        probs = ranked.softmax(dim=-1)
+        kept = (ids < top_k) & (probs.cumsum(dim=-1) - probs <= top_p)
+        kept &= probs >= min_p * probs[:, :1]
         least = ranked.gather(1, kept.sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0))
-        scores = scores.masked_fill_(probs < least, float("-inf"))
+        scores = scores.masked_fill_(scaled < least, float("-inf"))
     return scores.argmax(dim=-1)
 
 
@@ -168,16 +169,16 @@ def _draw(  # type: ignore[no-untyped-def]
     index = _best(src, size, nothing, state, temperature, is_greedy, columns)
     if filters:
         top_p, min_p = tl.load(top_ps + request), tl.load(min_ps + request)
-        peak = _peak(src, size, columns)
-        is_finite = (peak > nothing) & (peak < float("inf"))
-        searching = is_finite & (top_k > 1)
-        _, total = _above(src, size, nothing, peak, temperature, columns)
-        least = peak + temperature * tl.log(min_p)
-        while searching:
-            logit = tl.load(src + index).to(tl.float32)
-            count, mass = _above(src, size, logit, peak, temperature, columns)
-            kept = (count < top_k) & (mass <= top_p * total) & (logit >= least)
-            searching = (count > 0) & (kept == 0)
-            if searching:
-                index = _best(src, size, logit, state, temperature, is_greedy, columns)
+        if (top_k > 1) & ((top_k < size) | (top_p < 1.0) | (min_p > 0.0)):
+            peak = _peak(src, size, columns)
+            _, total = _above(src, size, nothing, peak, temperature, columns)
+            least = peak + temperature * tl.log(min_p)
+            searching = (peak > nothing) & (peak < float("inf"))
+            while searching:
+                logit = tl.load(src + index).to(tl.float32)
+                count, mass = _above(src, size, logit, peak, temperature, columns)
+                kept = (count < top_k) & (mass <= top_p * total) & (logit >= least)
+                searching = (count > 0) & (kept == 0)
+                if searching:
+                    index = _best(src, size, logit, state, temperature, is_greedy, columns)
     tl.store(drawn + token, index)

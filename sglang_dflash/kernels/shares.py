@@ -15,7 +15,7 @@ GROUP = 16  # requests that are judged together
 def launch_judge_shares(
     picks: Tensor, sampled: Tensor, num_accepted: Tensor, rows: Tensor, table: NoiseTable
 ) -> None:
-    """Learn how many drafts of each share were right, and choose the best share of each request.
+    """Learn how many drafts of each share are right.
 
     picks: [C, B, N] int64, what each share would draft after accepted drafts, column 0 the anchor;
     sampled: [B, w] int64, the target's draws; num_accepted: [B] integers; rows: [B] integers, rows
@@ -33,7 +33,6 @@ def launch_judge_shares(
         rows,
         table.temperatures,
         table.scores,
-        table.choices,
         requests,
         len(table.temperatures),
         num_accepted.stride(0),
@@ -63,8 +62,6 @@ def judge_shares_in_torch(
     scores[rows] = torch.lerp(scores[rows], right.float(), RECENT)
     recent = 1 - (1 - RECENT_OF_ALL) ** len(rows)
     scores[-1] = torch.lerp(scores[-1], right.float().mean(dim=0), recent)
-    table.choices[rows] = scores[rows].argmax(dim=1)
-    table.choices[-1] = scores[-1].argmax()
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
@@ -76,7 +73,6 @@ def _judge_shares(  # type: ignore[no-untyped-def]
     rows,  # [B]
     temperatures,  # [R] float32
     scores,  # [R + 1, C] float32
-    choices,  # [R + 1] int64
     requests,  # B
     last_row,  # R
     accepted_stride,
@@ -108,7 +104,6 @@ def _judge_shares(  # type: ignore[no-untyped-def]
         score = tl.load(scores + where, drawn[:, None], 0.0)
         score += recent * (right - score)
         tl.store(scores + where, score, drawn[:, None])
-        tl.store(choices + row, tl.argmax(score, axis=1).to(tl.int64), drawn)
         sums += tl.sum(tl.where(drawn[:, None], right, 0.0), axis=0)
         count += tl.sum(drawn.to(tl.int32))
     if count > 0:
@@ -116,4 +111,3 @@ def _judge_shares(  # type: ignore[no-untyped-def]
         kept = tl.exp(count * tl.log(1.0 - recent_of_all))
         of_all = of_all * kept + sums / count * (1.0 - kept)
         tl.store(scores + last_row * shares + share, of_all)
-        tl.store(choices + last_row, tl.argmax(of_all, axis=0).to(tl.int64))

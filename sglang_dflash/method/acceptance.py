@@ -10,10 +10,10 @@ from torch import Tensor
 def accept(block: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Accept drafts as long as the target's own sample is the same token.
 
-    Drafts are argmax, so the proposal is a point mass. A draft is accepted exactly if the target's
-    own sample equals it, and the first sample that differs is committed. This leaves the target's
-    distribution unchanged (Leviathan et al. 2023, theorem 1, with q a point mass). Greedy decoding
-    is the case in which the sample is the argmax.
+    A draft is accepted exactly if the target's own sample equals it, and the first sample that
+    differs is committed. So all that is committed are the target's own samples, and the draft
+    changes nothing of them: the target's distribution is unchanged, however the draft was chosen
+    before the sample. Greedy decoding is the case in which the sample is the argmax.
 
     block: [B, w] int64, column 0 is the anchor; target_ids: [B, w] int64, the target's sample after
     each block position. Returns num_accepted [B] int64 in 0..w-1 and bonus [B] int64. The committed

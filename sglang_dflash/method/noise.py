@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What drafts are drawn at, in units of the target's temperature. The first one is the argmax.
+# What drafts are drawn at, in units of the target's temperature. The first one is the argmax. As
+# many as a power of two, because kernels have a row of a tile for each.
 SHARES = (0.0, 0.5, 0.75, 1.0)
 BEGIN = 1  # the share before anything is known
 RECENT = 0.1  # the weight of a step among a request's
@@ -30,7 +31,6 @@ class NoiseTable(NamedTuple):
     seeds: Tensor  # [R] int64
     temperatures: Tensor  # [R] float32, the target's; 0: its draw has no noise by token to share
     scores: Tensor  # [R + 1, C] float32, drafts that each share gets right; the last row: of all
-    choices: Tensor  # [R + 1] int64, the share with the highest score
     shares: Tensor  # [C] float32, SHARES
 
     @classmethod
@@ -39,9 +39,8 @@ class NoiseTable(NamedTuple):
         seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         scores = torch.zeros(rows + 1, len(SHARES), device=device)
         scores[:, BEGIN] = 1e-3
-        choices = torch.full((rows + 1,), BEGIN, device=device)
         shares = torch.tensor(SHARES, device=device)
-        return cls(seeds, torch.zeros(rows, device=device), scores, choices, shares)
+        return cls(seeds, torch.zeros(rows, device=device), scores, shares)
 
 
 class DraftNoise(NamedTuple):
@@ -53,7 +52,7 @@ class DraftNoise(NamedTuple):
     ids: Tensor  # [columns] int32, the token of each column of the logits
     first: int = 0  # the number of the first of the M drafts
 
-    def of(self, requests: slice) -> DraftNoise:
+    def of(self, requests: slice | Tensor) -> DraftNoise:
         """That of some requests."""
         return self._replace(rows=self.rows[requests], positions=self.positions[requests])
 
@@ -62,8 +61,8 @@ class DraftNoise(NamedTuple):
         return self._replace(first=draft)
 
     def choices(self) -> Tensor:
-        """The share of each request's drafts, an index of SHARES: [B] int64."""
-        return self.table.choices.index_select(0, self.rows)
+        """The share of each request's drafts, the index of the highest score: [B] int64."""
+        return self.table.scores.index_select(0, self.rows).argmax(dim=1)
 
     def scales(self) -> Tensor:
         """The factor of the noise at each share: [B, C] float32."""
@@ -82,8 +81,9 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
     seeds, positions: int64; ids: integers.
 
-    It is SGLang's noise of seeded draws (`multinomial_with_seed`), in float32: -log(-log(u)) with
-    u = (hash + 1/2) / 2**32. Near 1, where the largest numbers are, 1 - u is exact and u is not.
+    Up to rounding, it is SGLang's noise of seeded draws (`multinomial_with_seed`): -log(-log(u))
+    with u = (hash + 1/2) / 2**32. Near 1, where the largest numbers are, 1 - u is exact and u is
+    not.
     """
     centred = (hash32(seeds, positions, ids).float() + 0.5) * 2.0**-32  # u, or u - 1 below 0
     return torch.where(centred > 0, centred.log(), centred.log1p()).neg_().log_().neg_()

@@ -61,17 +61,15 @@ class DFlashDraftModel(nn.Module):
             self.mask_embedding: Tensor
         self.head: DraftHead = family.head(dflash)
         self.vocabulary: Vocabulary
+        self.noise: NoiseTable  # of the target's draws; it is set before the first forward
         self.return_probs: bool
 
-    def bind(
-        self, target: Any, kernels: Kernels, noise: NoiseTable, return_probs: bool, width: int
-    ) -> None:
-        """Take the target's vocabulary, and the noise of its draws.
+    def bind(self, target: Any, kernels: Kernels, return_probs: bool, width: int) -> None:
+        """Take the target's vocabulary.
 
         return_probs: compute the probability of each draft, too; width: positions that the draft
         reads at once.
         """
-        self.noise = noise
         self.return_probs = return_probs
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))

@@ -103,7 +103,7 @@ class Vocabulary:
             self.first_id = shard.org_vocab_start_index
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))
-        ours = torch.arange(self.columns, device=head.weight.device) + self.first_id
+        ours = torch.arange(self.columns, device=next(target.parameters()).device) + self.first_id
         self.ids = self._target_ids(ours).int()  # [columns], the token of each
 
     def logits(self, hidden: Tensor) -> Tensor:

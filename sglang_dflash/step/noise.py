@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
@@ -15,7 +14,6 @@ from sglang_dflash.method.noise import NoiseTable
 from sglang_dflash.step.copies import to_device
 
 SEED_OF_SGLANG = 42  # of requests without one, if seeds bind
-NEXT_ANSWER = 0x9E3779B97F4A7C15  # between the seeds of the answers to one request
 
 
 def is_sampled(req: Req) -> bool:
@@ -23,17 +21,16 @@ def is_sampled(req: Req) -> bool:
     return bool(req.sampling_params.top_k > 1)
 
 
-def has_filter(req: Req) -> bool:
-    """Whether a request filters tokens by top_k or top_p."""
-    params = req.sampling_params
+def has_filter(params: SamplingParams) -> bool:
+    """Whether tokens are filtered by top_k or top_p."""
     return bool(params.top_k != TOP_K_ALL or params.top_p != 1.0)
 
 
 class Noise:
     """The noise of all requests, by their row of `req_to_token`. It is the same on every rank."""
 
-    def __init__(self, rows: int, device: str, kernels: Kernels, binding: bool, seed: int) -> None:
-        """rows: of `req_to_token`; seed: the server's.
+    def __init__(self, rows: int, device: str, kernels: Kernels, binding: bool, seed: str) -> None:
+        """rows: of `req_to_token`; seed: the server's and the replica's, the same on every rank.
 
         binding: a draw is SGLang's own of the request's seed (`--enable-deterministic-inference`).
         Its noise is by token, too, unless the request has a filter. Then it is by rank.
@@ -42,16 +39,15 @@ class Noise:
         self._kernels = kernels
         self._binding = binding
         self._random = Random(seed)
-        self._answers: Counter[int] = Counter()
 
     def begin(self, reqs: list[Req], rows: Tensor) -> None:
         """Keep the noise of requests that are prefilled. rows: [B] integers on the device."""
         table, device = self.table, rows.device
-        table.seeds[rows] = to_device([self._seed(req) for req in reqs], device)
         temperatures = [self._temperature(req) for req in reqs]
         table.temperatures[rows] = to_device(temperatures, device, table.scores.dtype)
-        table.scores[rows] = table.scores[-1].clone()
-        table.choices[rows] = table.choices[-1].clone()
+        if any(map(is_sampled, reqs)):
+            table.seeds[rows] = to_device([self._seed(req) for req in reqs], device)
+            table.scores[rows] = table.scores[-1].clone()
 
     def learn(
         self, reqs: list[Req], rows: Tensor, block: Block, drawn: Tensor, right: Tensor
@@ -61,33 +57,18 @@ class Noise:
             self._kernels.judge_shares(block.picks, drawn, right, rows, self.table)
 
     def _temperature(self, req: Req) -> float:
-        if not is_sampled(req) or (self._binding and has_filter(req)):
+        params = req.sampling_params
+        if not is_sampled(req) or (self._binding and has_filter(params)):
             return 0.0
-        return float(req.sampling_params.temperature)
+        return float(params.temperature)
 
     def _seed(self, req: Req) -> int:
         """A request's seed for all its life, as int64."""
         if not hasattr(req, "dflash_seed"):
-            seed = self._new_seed(req)
+            seed = req.sampling_params.sampling_seed
+            if self._binding and seed is None:
+                seed = SEED_OF_SGLANG
+            if not isinstance(seed, int):
+                seed = self._random.getrandbits(64)
             req.dflash_seed = (seed + 2**63) % 2**64 - 2**63
         return int(req.dflash_seed)
-
-    def _new_seed(self, req: Req) -> int:
-        params = req.sampling_params
-        seed = params.sampling_seed
-        if self._binding:
-            return SEED_OF_SGLANG if seed is None else seed
-        if seed is None:
-            return self._random.getrandbits(64)
-        if params.n == 1 or params.max_new_tokens == 0:  # SGLang's prefill for all n answers
-            return int(seed)
-        return int(seed) + self._answer(req) * NEXT_ANSWER
-
-    def _answer(self, req: Req) -> int:
-        """The number of this answer among the n of one request, which come in order."""
-        key = hash((req.sampling_params.sampling_seed, *req.origin_input_ids))
-        answer = self._answers[key]
-        self._answers[key] += 1
-        if answer + 1 >= req.sampling_params.n:
-            del self._answers[key]
-        return answer

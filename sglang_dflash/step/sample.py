@@ -19,7 +19,7 @@ from torch import Tensor
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.draw import Sampling
 from sglang_dflash.method.block import Block
-from sglang_dflash.step.noise import Noise, has_filter
+from sglang_dflash.step.noise import Noise, has_filter, is_sampled
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,20 @@ class TargetSampler:
 
     def needs_float32(self, asked: SamplingInput) -> bool:
         """Whether rules change the logits, or SGLang draws from them."""
-        return self._rules.in_use(asked) or asked.info.sampling_seed is not None
+        info = asked.info
+        by_sglang = info.sampling_seed is not None and not info.is_all_greedy
+        return by_sglang or self._rules.in_use(asked)
 
     def _sample(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
         info = asked.info
-        if info.is_all_greedy:
+        if not any(map(is_sampled, asked.reqs)):
             return self._kernels.largest(logits).argmax.flatten()
         if info.sampling_seed is None:
             return self.draw(logits, asked, positions, info.temperatures)
         greedy = self._kernels.largest(logits).argmax.flatten()
         info = _by_position(asked)
         probs = torch.softmax(logits / info.temperatures, dim=-1)
-        filtered = torch.tensor([has_filter(req) for req in asked.reqs])
+        filtered = torch.tensor([has_filter(req.sampling_params) for req in asked.reqs])
         sampled = draw_seeded(probs, info, positions, asked.expand(filtered))
         return torch.where(info.top_ks <= 1, greedy, sampled)
 
@@ -120,7 +122,8 @@ class TargetSampler:
     ) -> Tensor:
         """Draw with the noise of each request: [T] int64. temperatures: [B, 1] float32."""
         info = asked.info
-        filters = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+        params = [req.sampling_params for req in asked.reqs if is_sampled(req)]
+        filters = any(has_filter(each) or each.min_p > 0 for each in params)
         sampling = Sampling(
             temperatures.flatten(),
             info.top_ks,

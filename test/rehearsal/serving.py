@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.method.noise import SHARES, gumbel
+from sglang_dflash.step.noise import is_sampled
 from test.adapters import adapter_id
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
 from test.forced import Forced, put_drafter
@@ -248,9 +249,8 @@ def assert_drafts(
 
 def possible_noise(req: Any, anchor: int, drafts: int) -> list[Tensor]:
     """The noise of a request's drafts behind a position, at each share: [drafts, V]."""
-    params, vocabulary = req.sampling_params, torch.arange(200)
+    if not is_sampled(req):
+        return [torch.zeros(drafts, 200)]
     positions = torch.arange(anchor, anchor + drafts)[:, None]
-    noise = gumbel(torch.tensor([req.dflash_seed]), positions, vocabulary)
-    if params.top_k == 1:
-        return [0 * noise]
-    return [share * params.temperature * noise for share in SHARES]
+    noise = gumbel(torch.tensor([req.dflash_seed]), positions, torch.arange(200))
+    return [share * req.sampling_params.temperature * noise for share in SHARES]

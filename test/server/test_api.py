@@ -315,6 +315,22 @@ def test_sampled_answers_have_the_targets_distribution(server: Client, reference
 
 
 @on(TWO_RANKS)
+def test_a_seed_has_one_answer(server: Client) -> None:
+    """Also without `--enable-deterministic-inference`. The answers of one request differ."""
+    options = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True, "sampling_seed": 2**62}
+
+    def ask(**others: Any) -> list[tuple[int, ...]]:
+        body = {"text": "def main(", "sampling_params": options | others}
+        answered = server.post("/generate", body).json()
+        answers = answered if isinstance(answered, list) else [answered]
+        return [tuple(answer["output_ids"]) for answer in answers]
+
+    assert ask() == ask()
+    assert ask(n=3) == ask(n=3)
+    assert len({*ask(n=3), *ask(sampling_seed=None), *ask(sampling_seed=None)}) == 5
+
+
+@on(TWO_RANKS)
 def test_logprobs_of_a_greedy_request_beside_a_sampled_one(
     server: Client, reference: Client
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_draft_that_is_its_target_is_always_right() -> None:
 def request(**options: Any) -> Any:
     params = SamplingParams(**options)
     params.normalize(None)
-    return SimpleNamespace(sampling_params=params, origin_input_ids=[7, 8])
+    return SimpleNamespace(sampling_params=params)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.5])
@@ -50,7 +50,7 @@ def test_the_distribution_of_draws(temperature: float, filters: dict[str, Any]) 
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
     reqs = [request(temperature=temperature, **filters) for _ in range(10)]
     rows = torch.arange(10).flip(0)
-    noise = Noise(10, "cpu", Kernels.on("cpu"), binding=False, seed=2)
+    noise = Noise(10, "cpu", Kernels.on("cpu"), binding=False, seed="2 None")
     noise.begin(reqs, rows)
     params = reqs[0].sampling_params
     each: list[Any] = [params.temperature, params.top_k, params.top_p, params.min_p]
@@ -76,13 +76,13 @@ def test_seeds() -> None:
     """Each request has one of its own for all its life; a request's own seed is kept."""
     rows = torch.arange(4)
     reqs = [request(), request(), request(sampling_seed=5), request(sampling_seed=2**64 + 3)]
-    noise = Noise(4, "cpu", Kernels.on("cpu"), binding=False, seed=2)
+    noise = Noise(4, "cpu", Kernels.on("cpu"), binding=False, seed="2 None")
     noise.begin(reqs, rows)
     seeds = noise.table.seeds.tolist()
     assert len(set(seeds)) == 4
     assert seeds[2:] == [5, 3]
     noise.begin(reqs[:1], rows[3:])  # it was retracted, and has another row
     assert noise.table.seeds[3] == seeds[0]
-    again = Noise(4, "cpu", Kernels.on("cpu"), binding=False, seed=2)
+    again = Noise(4, "cpu", Kernels.on("cpu"), binding=False, seed="2 None")
     again.begin([request(), request()], rows[:2])
     assert again.table.seeds[:2].tolist() == seeds[:2]  # as on every rank

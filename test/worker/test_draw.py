@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.engine.hooks import seed_answers_apart
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.acceptance import accept
@@ -83,16 +84,12 @@ def draw_many(
     for each in options:
         params = SamplingParams(max_new_tokens=8, **each)
         params.normalize(None)
-        reqs.append(
-            types.SimpleNamespace(
-                sampling_params=params, custom_logit_processor=None, origin_input_ids=[5, 6]
-            )
-        )
+        reqs.append(types.SimpleNamespace(sampling_params=params, custom_logit_processor=None))
     batch = ScheduleBatch(reqs=reqs, device="cpu")
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
     batch.req_pool_indices = torch.arange(len(reqs)).flip(0)
     kernels = Kernels.on("cpu")
-    noise = Noise(len(reqs), "cpu", kernels, binding=False, seed=3)
+    noise = Noise(len(reqs), "cpu", kernels, binding=False, seed="3")
     noise.begin(reqs, batch.req_pool_indices)
     places = positions.expand(len(reqs), -1)
     block = Block(places, places, places)
@@ -145,14 +142,21 @@ def test_a_wrong_rule_fails(engine: InProcess, logits: torch.Tensor) -> None:
     assert p_value(lossy, expected) < 0.001
 
 
-ALIKE = {"temperature": 1.0, "sampling_seed": 7, "n": REQUESTS}
-KINDS = {"requests": {"temperature": 1.0}, "answers to one request": ALIKE}
+def answers_of_one_request() -> list[dict[str, Any]]:
+    """The parameters of the answers that SGLang sends for one request with `n`."""
+    params, sent = SamplingParams(sampling_seed=7, n=REQUESTS), []
+    for _ in range(REQUESTS):
+        request = types.SimpleNamespace(sampling_params=params)
+        seed_answers_apart(None, request)
+        sent.append({"temperature": 1.0, "sampling_seed": request.sampling_params.sampling_seed})
+    return sent
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["requests", "answers to one request"])
 def test_no_noise_is_used_twice(engine: InProcess, logits: torch.Tensor, kind: str) -> None:
     """Draws of neighbouring positions and of other requests tell nothing of each other."""
-    drawn = draw_many(engine, [KINDS[kind]] * REQUESTS, logits, torch.arange(POSITIONS))
+    asked = [{"temperature": 1.0}] * REQUESTS if kind == "requests" else answers_of_one_request()
+    drawn = draw_many(engine, asked, logits, torch.arange(POSITIONS))
     assert independence(drawn[:, :-1], drawn[:, 1:]) > 0.001
     assert independence(drawn[:-1], drawn[1:]) > 0.001
     assert independence(drawn[:-1, 1:], drawn[1:, :-1]) > 0.001

@@ -63,7 +63,7 @@ def build_worker(
         target_worker.device,
         kernels,
         server_args.enable_deterministic_inference,
-        server_args.random_seed,
+        f"{target_worker.random_seed} {rank['dp_rank']}",
     )
     # FlashInfer plans a forward on the host, by the true lengths.
     exact_lengths = server_args.speculative_draft_attention_backend == "flashinfer"

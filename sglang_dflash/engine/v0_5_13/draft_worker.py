@@ -48,9 +48,8 @@ def make_draft_worker(
             **rank,
         )
         width = args.speculative_num_draft_tokens
-        worker.model_runner.model.bind(
-            target.model_runner.model, kernels, noise, return_probs, width
-        )
+        worker.model_runner.model.bind(target.model_runner.model, kernels, return_probs, width)
+        worker.model_runner.model.noise = noise
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
     finally:

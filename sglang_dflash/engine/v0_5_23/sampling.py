@@ -68,5 +68,5 @@ class FirstTokenSampler(Sampler):
         if info.sampling_seed is None:
             ones = torch.ones_like(info.temperatures)
             return self._sampler.draw(probs.log(), self.asked, positions, ones), None
-        filtered = torch.tensor([has_filter(req) for req in self.asked.reqs])
+        filtered = torch.tensor([has_filter(req.sampling_params) for req in self.asked.reqs])
         return draw_seeded(probs, info, positions, filtered), None

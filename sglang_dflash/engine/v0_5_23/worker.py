@@ -44,6 +44,8 @@ class DFlashWorker(DFlashWorkerV2):
         check_loaded_adapters(arguments, self.model_runner.model)
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
+        self.draft_model.bind(self.model_runner.model, self._kernels, False, self.block_size)
+        self._seed = f"{self._target_worker.random_seed} {kwargs.get('dp_rank')}"
         self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
@@ -62,12 +64,11 @@ class DFlashWorker(DFlashWorkerV2):
             self.device,
             self._kernels,
             arguments.enable_deterministic_inference,
-            arguments.random_seed,
+            self._seed,
         )
         self._sampler = TargetSampler(self._noise, self._rules, self._kernels)
         runner.sampler = self._first = FirstTokenSampler(self._sampler)
-        noise = self._noise.table
-        self.draft_model.bind(runner.model, self._kernels, noise, False, self.block_size)
+        self.draft_model.noise = self._noise.table
         pool = self.draft_model_runner.token_to_kv_pool
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
