@@ -20,7 +20,9 @@ PROGRAMS = 1056  # at least, for few tokens: eight per multiprocessor of an H100
 
 
 class Largest(NamedTuple):
-    """The largest logit of each token, a field of [n, C] each: C shares of noise, or 1 without."""
+    """The largest logit of each token, [n, 1] each. With noise [n, C + 1]: at each share, then at
+    the share that the request has chosen.
+    """
 
     argmax: Tensor  # int64, the lowest index on a tie
     value: Tensor  # float32
@@ -60,28 +62,36 @@ def launch_largest(
         shares=shares,
         num_warps=8,
     )
-    return reduce_parts(partial, parts, triton.cdiv(size, COLUMNS))
+    return reduce_parts(partial, noise, triton.cdiv(size, COLUMNS))
 
 
 def noise_arguments(noise: DraftNoise | None, tokens: int) -> tuple[Any, ...]:
     """What kernels take of the noise of so many tokens."""
     if noise is None:
         return (None,) * 6 + (0,) * 3
-    drafts = tokens // max(1, len(noise.rows))
+    drafts = noise.drafts(tokens)
     table, positions = noise.table, noise.positions
     tensors = table.seeds, table.temperatures, table.shares, noise.rows, positions, noise.ids
     return (*tensors, positions.stride(0), noise.first, drafts)
 
 
-def reduce_parts(partial: Largest, parts: int, most_parts: int) -> Largest:
-    """The largest logit of each token, [n, C] per field, from those of its parts, [n, parts, C].
+def reduce_parts(partial: Largest, noise: DraftNoise | None, most_parts: int) -> Largest:
+    """The largest logit of each token from those of its parts, a field of [n, parts, 1 or C] each.
 
     most_parts: an upper bound, so that no number of tokens needs another compilation.
     """
-    tokens, _, shares = partial.value.shape
-    found = Largest.empty(partial.value, (tokens, shares), partial.sum_exp is not None)
-    padded = triton.next_power_of_2(most_parts)
-    _largest_of_tokens[(tokens,)](*partial, *found, parts, padded=padded, shares=shares)
+    tokens, parts, shares = partial.value.shape
+    width = shares if noise is None else shares + 1
+    found = Largest.empty(partial.value, (tokens, width), partial.sum_exp is not None)
+    _largest_of_tokens[(tokens,)](
+        *partial,
+        *found,
+        None if noise is None else noise.choices,
+        parts,
+        1 if noise is None else noise.drafts(tokens),
+        padded=triton.next_power_of_2(most_parts),
+        shares=shares,
+    )
     return found
 
 
@@ -92,23 +102,20 @@ def largest_in_torch(
     found = _largest(logits, return_probs)
     if noise is None:
         return found
-    index, value, sum_exp = (
-        each if each is None else each.repeat(1, len(SHARES)) for each in found
-    )
-    found = Largest(index, value, sum_exp)  # type: ignore[arg-type]
-    scales = noise.scales()  # [B, C]
-    drawn = scales.any(dim=1).nonzero().flatten()
-    drafts = len(logits) // len(scales)
+    every = [None if each is None else each.repeat(1, len(SHARES)) for each in found]
+    scales, drafts = noise.scales(), noise.drafts(len(logits))
+    drawn = scales.any(dim=1).nonzero().flatten()  # requests
     at = (drawn[:, None] * drafts + torch.arange(drafts, device=drawn.device)).flatten()
-    if len(at) == 0:
-        return found
     numbers = noise.of(drawn).gumbel(drafts, noise.ids).flatten(0, 1)
-    for share, scale in enumerate(scales[drawn].repeat_interleave(drafts, dim=0).unbind(1)):
-        best = _largest(logits[at] + scale[:, None] * numbers, return_probs)
-        for field, value in zip(found, best, strict=True):
+    of_drafts = scales[drawn].repeat_interleave(drafts, dim=0)
+    for share in range(len(SHARES) if len(drawn) else 0):
+        best = _largest(logits[at] + of_drafts[:, share, None] * numbers, return_probs)
+        for field, value in zip(every, best, strict=True):
             if field is not None and value is not None:
                 field[at, share] = value[:, 0]
-    return found
+    chosen = noise.choices.repeat_interleave(drafts)[:, None]
+    every = [None if f is None else torch.cat([f, f.gather(1, chosen)], dim=1) for f in every]
+    return Largest(*every)  # type: ignore[arg-type]
 
 
 def _largest(logits: Tensor, return_probs: bool) -> Largest:
@@ -209,15 +216,17 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         tl.store(sum_exps + dst, sum_exp)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "drafts"])
 def _largest_of_tokens(  # type: ignore[no-untyped-def]
     indices,  # [n, parts, shares] int64
     values,  # [n, parts, shares] float32
     sum_exps,  # [n, parts, shares] float32 or None
-    index,  # [n, shares] int64
-    value,  # [n, shares] float32
-    sum_exp,  # [n, shares] float32 or None
+    index,  # [n, 1 or shares + 1] int64
+    value,  # float32, and so on
+    sum_exp,  # float32 or None
+    choices,  # [B] int64, or None without noise
     parts,
+    drafts,
     padded: tl.constexpr,
     shares: tl.constexpr,
 ):
@@ -227,10 +236,20 @@ def _largest_of_tokens(  # type: ignore[no-untyped-def]
     each = tl.load(values + src, part < parts, float("-inf"))
     best = tl.max(each, axis=0)[None, :]
     first = tl.min(tl.where((each == best) & (part < parts), part, padded), axis=0)[None, :]
-    dst = token * shares + number
-    tl.store(index + dst, tl.load(indices + (token * parts + first) * shares + number))
+    where = tl.load(indices + (token * parts + first) * shares + number)
+    dst = token + number
+    if choices is not None:
+        dst = token * (shares + 1) + number
+        last = token * (shares + 1) + shares
+        is_chosen = number == tl.load(choices + token // drafts)
+        tl.store(index + last, tl.sum(tl.where(is_chosen, where, 0)))
+        tl.store(value + last, tl.max(tl.where(is_chosen, best, float("-inf"))))
+    tl.store(index + dst, where)
     tl.store(value + dst, best)
     if sum_exps is not None:
         share = tl.load(sum_exps + src, part < parts, 0.0)
         share *= tl.where(each == best, 1.0, tl.exp(each - best))
-        tl.store(sum_exp + dst, tl.sum(share, axis=0)[None, :])
+        each = tl.sum(share, axis=0)[None, :]
+        tl.store(sum_exp + dst, each)
+        if choices is not None:
+            tl.store(sum_exp + last, tl.sum(tl.where(is_chosen, each, 0.0)))

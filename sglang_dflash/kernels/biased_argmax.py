@@ -63,7 +63,7 @@ def launch_biased_largest(
         ranks=RANKS,
         shares=shares,
     )
-    return reduce_parts(partial, parts, most_parts)
+    return reduce_parts(partial, noise, most_parts)
 
 
 def biased_largest_in_torch(

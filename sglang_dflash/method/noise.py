@@ -44,25 +44,36 @@ class NoiseTable(NamedTuple):
 
 
 class DraftNoise(NamedTuple):
-    """The noise at the drafts of B requests, M of each."""
+    """The noise at the drafts of B requests, M of each, and the share of it that is best so far."""
 
     table: NoiseTable
     rows: Tensor  # [B] integers, rows of the table
     positions: Tensor  # [B] int64, of the anchors; the target draws the first draft there
+    choices: Tensor  # [B] int64, the share of each request's drafts, an index of SHARES
     ids: Tensor  # [columns] int32, the token of each column of the logits
     first: int = 0  # the number of the first of the M drafts
 
+    def drafts(self, tokens: int) -> int:
+        """The drafts of each request, of so many in all."""
+        return tokens // max(1, len(self.rows))
+
+    @classmethod
+    def after(cls, table: NoiseTable, rows: Tensor, positions: Tensor, ids: Tensor) -> DraftNoise:
+        """That of the drafts after anchors at these positions, [B] int64. rows: of the table."""
+        choices = table.scores.index_select(0, rows).argmax(dim=1)
+        return cls(table, rows, positions, choices, ids)
+
     def of(self, requests: slice | Tensor) -> DraftNoise:
         """That of some requests."""
-        return self._replace(rows=self.rows[requests], positions=self.positions[requests])
+        return self._replace(
+            rows=self.rows[requests],
+            positions=self.positions[requests],
+            choices=self.choices[requests],
+        )
 
     def at(self, draft: int) -> DraftNoise:
         """That of one draft of each request, M = 1."""
         return self._replace(first=draft)
-
-    def choices(self) -> Tensor:
-        """The share of each request's drafts, the index of the highest score: [B] int64."""
-        return self.table.scores.index_select(0, self.rows).argmax(dim=1)
 
     def scales(self) -> Tensor:
         """The factor of the noise at each share: [B, C] float32."""

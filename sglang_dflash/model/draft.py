@@ -115,7 +115,7 @@ class DFlashDraftModel(nn.Module):
         hidden, _ = self.norm(hidden, residual)
         anchors = positions.view(-1, self.head.width)[:, 0]
         rows = forward_batch.req_pool_indices
-        noise = DraftNoise(self.noise, rows, anchors, self.vocabulary.ids)
+        noise = DraftNoise.after(self.noise, rows, anchors, self.vocabulary.ids)
         packed = self.head.predict(hidden, input_ids, self.return_probs, noise).pack()
         if self.head.rank_local:
             packed = self.vocabulary.of_first_rank(packed)

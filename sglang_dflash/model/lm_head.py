@@ -20,9 +20,13 @@ from sglang_dflash.model.target_parts import lm_head, logits_processor, token_em
 class Prediction(NamedTuple):
     """A token for each position."""
 
-    ids: Tensor  # [n] int64, in the target's vocabulary
-    picks: Tensor  # [n, C] int64, the same at each share of the noise
-    probabilities: Tensor | None  # [n] float32, if asked for
+    picks: Tensor  # [n, C + 1] int64 of the target's vocabulary: at each share, then the draft
+    probabilities: Tensor | None  # [n] float32, of the drafts, if asked for
+
+    @property
+    def ids(self) -> Tensor:
+        """The drafts, [n] int64."""
+        return self.picks[:, -1]
 
     @classmethod
     def cat(cls, parts: list[Prediction]) -> Prediction:
@@ -37,27 +41,23 @@ class Prediction(NamedTuple):
     @classmethod
     def _join(cls, parts: list[Prediction], join: Callable[[list[Tensor]], Tensor]) -> Prediction:
         known = [part.probabilities for part in parts if part.probabilities is not None]
-        return cls(
-            join([part.ids for part in parts]),
-            join([part.picks for part in parts]),
-            join(known) if known else None,
-        )
+        return cls(join([part.picks for part in parts]), join(known) if known else None)
 
     def pack(self) -> Tensor:
-        """One tensor, [n, 1 + C] int64, the ids first. The bits of the probabilities come last."""
-        columns = [self.ids[:, None], self.picks]
-        if self.probabilities is not None:
-            columns.append(self.probabilities.view(torch.int32).long()[:, None])
-        return torch.cat(columns, dim=1)
+        """One tensor: the picks, [n, C + 1] int64, before them the bits of the probabilities."""
+        if self.probabilities is None:
+            return self.picks
+        bits = self.probabilities.view(torch.int32).long()
+        return torch.cat([bits[:, None], self.picks], dim=1)
 
     @classmethod
-    def unpack(cls, columns: Tensor, with_probs: bool) -> Prediction:
-        """The views of packed columns, each of them [..]: [1 + C, ..] or [1 + C + 1, ..]."""
+    def unpack(cls, columns: Tensor, with_probs: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The views of packed columns, [C + 1, ..] or one more: drafts, shares, probabilities."""
         if not with_probs:
-            return cls(columns[0], columns[1:], None)
-        probabilities = columns[-1].int().view(torch.float32)
-        probabilities = probabilities.nan_to_num(0.0)  # NaN: the draft's activations overflowed
-        return cls(columns[0], columns[1:-1], probabilities)
+            return columns[-1], columns[:-1], None
+        probabilities = columns[0].int().view(torch.float32)
+        # NaN: the draft's activations overflowed
+        return columns[-1], columns[1:-1], probabilities.nan_to_num(0.0)
 
 
 class Candidates(NamedTuple):
@@ -116,7 +116,7 @@ class Vocabulary:
 
         logits: [B * M, columns] of this rank.
         """
-        return self._chosen(self.kernels.largest(logits, return_probs, noise), noise)
+        return self._predicted(self.kernels.largest(logits, return_probs, noise))
 
     def biased_largest(
         self, logits: Tensor, latent: Tensor, weight: Tensor, return_probs: bool, noise: DraftNoise
@@ -126,17 +126,12 @@ class Vocabulary:
         latent: [n, r]; weight: [columns, r] of this rank.
         """
         found = self.kernels.biased_largest(logits, latent, weight, return_probs, noise)
-        return self._chosen(found, noise)
+        return self._predicted(found)
 
-    def _chosen(self, found: Largest, noise: DraftNoise) -> Prediction:
-        """The result at each request's own share, of all ranks."""
+    def _predicted(self, found: Largest) -> Prediction:
         index, _, sum_exp = self._reduce_over_ranks(found)
-        picks = self._target_ids(index)
-        choices = noise.choices()
-        ids = choose(picks, choices)
-        return Prediction(
-            ids, picks, None if sum_exp is None else choose(sum_exp, choices).reciprocal()
-        )
+        probabilities = None if sum_exp is None else sum_exp[:, -1].reciprocal()
+        return Prediction(self._target_ids(index), probabilities)
 
     def _reduce_over_ranks(self, found: Largest) -> Largest:
         """Ranks exchange a few numbers per token, never the logits."""
@@ -196,13 +191,6 @@ class Vocabulary:
             return values
         gathered: Tensor = self._group.all_gather(values[None], dim=0)
         return gathered[0]
-
-
-def choose(values: Tensor, choices: Tensor) -> Tensor:
-    """The value at each request's share: [B * M, C] -> [B * M]. choices: [B] int64."""
-    of_requests = values.view(len(choices), -1, values.shape[1])
-    index = choices[:, None, None].expand(-1, of_requests.shape[1], 1)
-    return of_requests.gather(2, index).flatten()
 
 
 def _fit_rows(weight: Tensor, start: int, end: int) -> None:

@@ -70,14 +70,13 @@ class Drafter:
             seq_lens_cpu,
         )
         # This copies the drafts: the graphs of draft and target share memory.
-        columns = torch.cat(
-            [anchors.expand(drafts.shape[2], -1)[:, :, None], drafts.permute(2, 0, 1)], 2
-        )
-        found = Prediction.unpack(columns, self._runner.model.return_probs)
-        probabilities = found.probabilities
+        before = anchors.expand(drafts.shape[2], -1)[:, :, None]
+        columns = torch.cat([before, drafts.permute(2, 0, 1)], dim=2)  # [.., B, N]
+        with_probs = self._runner.model.return_probs
+        token_ids, picks, probabilities = Prediction.unpack(columns, with_probs)
         if probabilities is not None:
             probabilities = probabilities[:, 1:]
-        return Block(found.ids, positions, slots, probabilities, found.picks)
+        return Block(token_ids, positions, slots, probabilities, picks)
 
     def _forward(
         self, masked: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor

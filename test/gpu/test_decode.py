@@ -273,7 +273,7 @@ def test_noise_and_draws() -> None:
     table.seeds.random_(-(2**62), 2**62)
     table.temperatures.uniform_(0.3, 1.2)[::4] = 0
     rows, positions = torch.randperm(20, device="cuda")[:requests], torch.arange(900, 908).cuda()
-    noise = DraftNoise(table, rows, positions, torch.arange(size, device="cuda").int())
+    noise = DraftNoise.after(table, rows, positions, torch.arange(size, device="cuda").int())
     logits = 3 * torch.randn(requests * drafts, size, device="cuda").bfloat16()
     numbers = launch_gumbel(
         noise, torch.arange(900, device="cuda").view(1, 1, -1).expand(8, 3, -1).contiguous()

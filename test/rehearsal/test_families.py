@@ -188,7 +188,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
 CHAIN = "model.families.dspark:Chain.blocks"
 MUTATIONS = [
     (CHAIN, "token = biased.ids", "token = token"),
-    (CHAIN, "logits[position - first]", "logits[0]"),
+    (CHAIN, "logits[n],", "logits[0],"),
     ("kernels.biased_argmax:launch_biased_largest", "logits.stride(0),", "latent.stride(0),"),
 ]
 

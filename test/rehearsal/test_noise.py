@@ -34,7 +34,7 @@ def noise(requests: int, size: int, first: int = 0) -> DraftNoise:
     rows = torch.randperm(requests + 5)[:requests]
     positions = torch.randint(2**18, (requests, 4))[:, 0]  # apart in memory
     ids = torch.randperm(3 * size)[:size].int()
-    return DraftNoise(table, rows, positions, ids, first)
+    return DraftNoise.after(table, rows, positions, ids)._replace(first=first)
 
 
 def assert_equal(ours: Largest, reference: Largest, return_probs: bool) -> None:
@@ -52,7 +52,7 @@ def test_the_largest_with_noise(drafts: int, size: int, return_probs: bool) -> N
     asked = noise(5, size, first=drafts - 1)
     logits = torch.randn(5 * drafts, size + 3)[:, :size]
     reference = largest_in_torch(logits, return_probs, asked)
-    assert reference.argmax.shape == (5 * drafts, len(SHARES))
+    assert reference.argmax.shape == (5 * drafts, len(SHARES) + 1)
     assert_equal(
         launch_largest(logits.to(CUDA), return_probs, to_cuda(asked)), reference, return_probs
     )
@@ -79,7 +79,7 @@ def test_without_noise_every_share_is_the_argmax() -> None:
     asked.table.temperatures.zero_()
     logits = torch.randn(8, 100)
     found = launch_largest(logits.to(CUDA), False, to_cuda(asked)).argmax
-    assert torch.equal(found.cpu(), logits.argmax(dim=1)[:, None].expand(-1, len(SHARES)))
+    assert torch.equal(found.cpu(), logits.argmax(dim=1)[:, None].expand(-1, len(SHARES) + 1))
 
 
 def test_the_noise_of_a_few_tokens() -> None:

@@ -35,7 +35,7 @@ class DFlashDraftModel(draft.DFlashDraftModel):
         input_embeds: Any = None,
         **_: Any,
     ) -> LogitsProcessorOutput:
-        """Draft blocks: [B * N, 1 + C] int64 as `hidden_states`, the anchors before their drafts.
+        """Draft blocks: [B * N, C + 1] int64 as `hidden_states`, the anchors before their drafts.
 
         A draft that predicts from the anchor has one draft more than the worker verifies.
 

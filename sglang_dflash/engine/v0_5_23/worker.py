@@ -185,16 +185,16 @@ class DFlashWorker(DFlashWorkerV2):
         return not exposed and self._sampler.is_argmax(self._asked)
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states: Tensor, **_: Any) -> Tensor:
-        """The draft's forward has chosen the tokens: [B * (N - 1), 1 + C] -> [B * (N - 1)].
+        """The draft's forward has chosen the tokens: [B * (N - 1), C + 1] -> [B * (N - 1)].
 
         The others are kept: what each share of the noise would draft.
         """
         self._picks = None
         reqs = self._asked.reqs
         if any(map(is_sampled, reqs)):
-            drafts = hidden_states[:, 1:].unflatten(0, (len(reqs), -1)).permute(2, 0, 1)
-            self._picks = F.pad(drafts, (1, 0))  # a copy, with a place for the anchor
-        return hidden_states[:, 0]
+            shares = hidden_states[:, :-1].unflatten(0, (len(reqs), -1)).permute(2, 0, 1)
+            self._picks = F.pad(shares, (1, 0))  # a copy, with a place for the anchor
+        return hidden_states[:, -1]
 
     def _maybe_build_draft_sampler(self) -> None:
         """The head is a part of the draft's forward."""

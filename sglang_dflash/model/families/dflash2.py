@@ -23,7 +23,7 @@ from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.families import dflash
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
-from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary, choose
+from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary
 from sglang_dflash.model.rope import DraftRotary
 
 
@@ -133,8 +133,7 @@ class Selection(DraftHead):
         gumbel = self.vocabulary.kernels.gumbel(noise, ids.contiguous())[:, None, :, None]
         noisy = scores[:, None] + noise.scales()[:, :, None, None, None] * gumbel  # [B, C, S, k, k]
         best = noisy.argmax(dim=4)  # [B, C, S, k]: the choice after each token before
-        choices = noise.choices()
-        chosen = _of_choice(best, choices)  # [B, S, k]
+        chosen = _of_choice(best, noise.choices)  # [B, S, k]
         at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
         path = [at]
         for position in range(chosen.shape[1]):
@@ -143,13 +142,13 @@ class Selection(DraftHead):
         taken = torch.cat(path, dim=1)[:, :-1]  # [B, S], the token before each draft
         after = taken[:, None, :, None].expand(-1, best.shape[1], -1, 1)
         picks = ids[:, None].expand_as(best).gather(3, best.gather(3, after))  # [B, C, S, 1]
-        picks = picks.squeeze(3).transpose(1, 2).flatten(0, 1)
-        drafts = choose(picks, choices)
+        picks = torch.cat([picks, _of_choice(picks, noise.choices)[:, None]], dim=1)
+        picks = picks.squeeze(3).transpose(1, 2).flatten(0, 1)  # [B * S, C + 1]
         if not return_probs:
-            return Prediction(drafts, picks, None)
+            return Prediction(picks, None)
         after = taken[:, :, None, None].expand(-1, -1, 1, ids.shape[2])
-        scores = _of_choice(noisy, choices).gather(2, after)  # [B, S, 1, k]
-        return Prediction(drafts, picks, scores.softmax(dim=3).amax(dim=3).flatten())
+        scores = _of_choice(noisy, noise.choices).gather(2, after)  # [B, S, 1, k]
+        return Prediction(picks, scores.softmax(dim=3).amax(dim=3).flatten())
 
     def _candidates(self, drafting: Tensor) -> Candidates:
         """The candidates of each position, [B, S, k] each.
