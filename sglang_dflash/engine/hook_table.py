@@ -40,12 +40,6 @@ EVERYWHERE = (
         "a running server can be given settings that are refused when it starts",
     ),
     Hook(
-        "managers.tokenizer_manager.TokenizerManager._send_one_request",
-        "BEFORE",
-        "engine.hooks:seed_answers_apart",
-        "SGLang gives the n answers to a request one seed, and without DFLASH it is not used",
-    ),
-    Hook(
         "entrypoints.engine.Engine._launch_detokenizer_subprocesses",
         "AROUND",
         "streams.detokenizer:launch",
@@ -87,5 +81,11 @@ EVERYWHERE = (
         "engine.capture:append_final_state",
         "the last layer's state is known only there",
         always,
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._send_one_request",
+        "BEFORE",
+        "engine.hooks:seed_answers_apart",
+        "SGLang gives the n answers to a request one seed, and without DFLASH it is not used",
     ),
 )
