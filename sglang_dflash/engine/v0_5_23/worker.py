@@ -15,6 +15,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,7 +46,7 @@ class DFlashWorker(DFlashWorkerV2):
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
         self.draft_model.bind(self.model_runner.model, self._kernels, False, self.block_size)
-        self._seed = f"{self._target_worker.random_seed} {kwargs.get('dp_rank')}"
+        self._seed = f"{self._target_worker.random_seed} {get_parallel().dp_rank}"
         self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
