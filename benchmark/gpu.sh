@@ -12,7 +12,7 @@
 #   flashinfer  the same with flashinfer: the built-in, ours
 #   pages       the same: ours, page size 1 and 16
 #   widths      the bundled pair: whole blocks verified, and as much as pays
-#   sampled     the bundled pair at temperature 0 and 1: no speculation, the built-in, ours
+#   sampled     the bundled pair at temperature 0.8 and 1, with and without a filter: all three sides
 #   quantised   fp8, AWQ and GPTQ drafts
 #   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
 #   hybrid      the hybrid target of training/: exact tokens on every backend, speed
@@ -112,8 +112,9 @@ stage_widths() {
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
 }
 stage_sampled() {
-  part 200 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix --temperature 0,1 \
-    --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
+  part 400 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix \
+    --temperature 0.8,1 --filter '{"top_p": 0.95, "top_k": 20}' --max-total-tokens 32768 \
+    "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
 }
 stage_families() { # drafts of the other families for the bundled target
   local drafts="$work/families" started=() each failed=0

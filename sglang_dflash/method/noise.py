@@ -97,7 +97,8 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     not.
     """
     centred = (hash32(seeds, positions, ids).float() + 0.5) * 2.0**-32  # u, or u - 1 below 0
-    return torch.where(centred > 0, centred.log(), centred.log1p()).neg_().log_().neg_()
+    of_small = centred.clamp(min=1e-10).log()  # on a CPU the logarithm of a negative number is slow
+    return torch.where(centred > 0, of_small, centred.log1p()).neg_().log_().neg_()
 
 
 def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
