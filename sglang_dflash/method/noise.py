@@ -110,19 +110,22 @@ def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     for word in (seeds, seeds >> 32, positions, ids):
         word = _rotate(word.int() * _signed(0xCC9E2D51), 15) * _signed(0x1B873593)
         state = _rotate(state ^ word, 13) * 5 + _signed(0xE6546B64)
-    state = state ^ 16  # bytes
-    state = (state ^ _shift(state, 16)) * _signed(0x85EBCA6B)
-    state = (state ^ _shift(state, 13)) * _signed(0xC2B2AE35)
-    return state ^ _shift(state, 16)
+    state ^= 16  # bytes
+    state ^= _shift(state, 16)
+    state *= _signed(0x85EBCA6B)
+    state ^= _shift(state, 13)
+    state *= _signed(0xC2B2AE35)
+    state ^= _shift(state, 16)
+    return state
 
 
 def _rotate(x: Tensor, bits: int) -> Tensor:
-    return x << bits | _shift(x, 32 - bits)
+    return (x << bits).bitwise_or_(_shift(x, 32 - bits))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Shift to the right, without the sign."""
-    return x >> bits & (1 << 32 - bits) - 1
+    return (x >> bits).bitwise_and_((1 << 32 - bits) - 1)
 
 
 def _signed(word: int) -> int:
