@@ -12,6 +12,8 @@
 #   flashinfer  the same with flashinfer: the built-in, ours
 #   pages       the same: ours, page size 1 and 16
 #   widths      the bundled pair: whole blocks verified, and as much as pays
+#   rows        8B shapes, SIMULATED survival by position, fa3: whole blocks, and the rows that pay;
+#               times of steps by requests and rows
 #   sampled     the bundled pair at temperature 0.8 and 1, with and without a filter: all three sides
 #   quantised   fp8, AWQ and GPTQ drafts
 #   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
@@ -111,6 +113,16 @@ stage_widths() {
   part 200 widths "$PYTHON" -m benchmark.sweep --sides ours --mix --verify-width full,auto \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/widths.json"
 }
+stage_rows() {
+  local profile status=0
+  for profile in math_500 mt_bench; do
+    part 260 "rows_$profile" "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${many[@]}" \
+      --simulate-survival $profile --ignore-eos --mix --sides ours --verify-width full,auto \
+      $(backend fa3) --out "$OUT/rows_$profile.json" || status=1
+  done
+  grep -rhE "captured verifies|step times|requests: draft" "$TMPDIR" | sort -u >"$OUT/rows_times.txt"
+  return $status
+}
 stage_sampled() {
   part 400 sampled "$PYTHON" -m benchmark.sweep --sides none,builtin,ours --mix \
     --temperature 0.8,1 --filter '{"top_p": 0.95, "top_k": 20}' --max-total-tokens 32768 \
@@ -189,6 +201,7 @@ if [ -n "${DRY_RUN:-}" ]; then
   workers=2 dummy=(--max-total-tokens 16384 --max-running-requests 4 --threads 1)
   few=(--prompts 3 --max-tokens 16 --max-total-tokens 8192 --threads 1)
   load=(--prompts 4 --per-slot 1 --concurrency 1,2 --max-tokens 32 --repeats 1)
+  many=("${load[@]}")
   backend() { :; } # the one that a CPU has
 else
   workers=${WORKERS:-8}
@@ -200,6 +213,9 @@ else
   dummy=(--model "$work/dummy/target" --draft "$work/dummy/draft" --server-flags="$flags")
   few=(--prompts 192 --max-total-tokens 16384)
   load=(--prompts 64 --per-slot 4 --concurrency 1,8,32 --max-tokens 256 --repeats 3)
+  many=(--server-flags="${flags/--cuda-graph-bs 1 8 32/--cuda-graph-bs 1 4 8 16 32 64}")
+  many+=(--max-running-requests 64 --prompts 86 --per-slot 4 --concurrency 1,4,8,16,32,64)
+  many+=(--max-tokens 256 --repeats 3)
   backend() { echo --attention-backend "$1"; }
 fi
 few+=(--max-running-requests 8)

@@ -123,7 +123,8 @@ def figures(data: dict[str, Any]) -> dict[str, Figure]:
         drawn: dict[str, Draw] = {"step": step_split, "host": host_part}
         return {name: _figure(draw, data["rows"], title) for name, draw in drawn.items()}
     found = {}
-    simulated = data["settings"]["simulate_accept_length"]
+    settings = data["settings"]
+    simulated = settings.get("simulate_survival") or settings["simulate_accept_length"]
     draws: dict[str, Draw]
     draws = {
         "speedup": speed_up,

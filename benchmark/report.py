@@ -78,6 +78,9 @@ def _heading(data: dict[str, Any]) -> str:
         f"{machine}; SGLang {versions['sglang']}, commit {versions['commit']}. Median of "
         f"{settings['repeats']} repeats, ± half of (max - min) / median."
     )
+    if settings.get("simulate_survival"):  # older files have none
+        profile = settings["simulate_survival"]
+        return f"**SIMULATED survival of drafts, {profile}: answers mean nothing.** {text}"
     if settings["simulate_accept_length"]:
         length = settings["simulate_accept_length"]
         return f"**SIMULATED acceptance of {length} tokens a step: answers mean nothing.** {text}"

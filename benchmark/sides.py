@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tools.launch import Server, ServerFailed
 
 TIMERS = "dflash_step_timers"
+SURVIVAL = "dflash_simulated_survival"
 DECODE_GRAPHS = "--cuda-graph-max-bs-decode"  # since SGLang 0.5.19
 PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}
 FAMILIES = ("dspark", "dflash2", "domino")  # sides: ours, with a draft of this family
@@ -107,6 +108,13 @@ def make_side(
         environment["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
     return Side(shown, flags, environment)
+
+
+def with_survival(side: Side, profile: str) -> Side:
+    """The same server with simulated drafts: `builtin_cpu/dflash_simulated_survival.py`."""
+    plugins = f"{side.environment['SGLANG_PLUGINS']},{SURVIVAL}"
+    simulated = {"SGLANG_PLUGINS": plugins, "DFLASH_SIMULATED_SURVIVAL": profile}
+    return replace(side, environment=side.environment | simulated)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,14 @@ from rich.console import Console
 
 from benchmark import machine, report, workloads
 from benchmark.load import Answer, Settings, accept_length, answer_all, stream_all
-from benchmark.sides import FAMILIES, add_axes, add_server_options, make_side, serving
+from benchmark.sides import (
+    FAMILIES,
+    add_axes,
+    add_server_options,
+    make_side,
+    serving,
+    with_survival,
+)
 from benchmark.stats import percentile
 from benchmark.workloads import Prompt
 from sglang_dflash.seam import release
@@ -180,6 +187,8 @@ class Sweep:
         lacking = [n for n in self._names if not all(self._results.has(p, n) for p in todo)]
         names = [name for name in lacking if name not in self._given]
         sides = [make_side(name, args, args.simulate_accept_length) for name in names]
+        if args.simulate_survival:
+            sides = [with_survival(side, args.simulate_survival) for side in sides]
         groups = [[side] for side in sides] if args.apart and sides else [sides]
         for together in groups:
             started = ", ".join(side.name for side in together)
@@ -290,6 +299,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--chat-template", type=json.loads, default={"enable_thinking": False})
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
+    parser.add_argument(
+        "--simulate-survival",
+        choices=["math_500", "mt_bench"],
+        help="for ours: drafts whose acceptance by position is a published one",
+    )
     add_server_options(parser)
     add_axes(parser, several=True)
     args = parser.parse_args(argv)

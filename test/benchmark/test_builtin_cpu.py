@@ -6,7 +6,9 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import dflash_builtin_bench
+import dflash_simulated_survival
 import dflash_step_timers
+import numpy as np
 import pytest
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -27,13 +29,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: names.append(target))
     monkeypatch.delenv("SGLANG_SIMULATE_ACC_LEN", raising=False)
     monkeypatch.delenv(dflash_step_timers.PATH, raising=False)
+    monkeypatch.delenv(dflash_simulated_survival.NAME, raising=False)
     return names
 
 
-def test_both_are_found_by_sglang() -> None:
+def test_all_are_found_by_sglang() -> None:
     found = {e.name: e.load() for e in entry_points(group="sglang.srt.plugins")}
     assert found["dflash_builtin_bench"] is dflash_builtin_bench.install
     assert found["dflash_step_timers"] is dflash_step_timers.install
+    assert found["dflash_simulated_survival"] is dflash_simulated_survival.install
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,7 @@ def test_inert_unless_named(
         monkeypatch.setenv("SGLANG_PLUGINS", plugins)
     dflash_builtin_bench.install()
     dflash_step_timers.install()
+    dflash_simulated_survival.install()
     assert registered == []
 
 
@@ -91,3 +96,21 @@ def test_simulation_is_the_sequence_of_our_worker() -> None:
     commits = [simulated_commit(step, 4.5, 8) for step in steps]
     assert (correct + 1).tolist() == commits
     assert bonus.tolist() == [8 * i + commit - 1 for i, commit in enumerate(commits)]
+
+
+@pytest.mark.parametrize(("profile", "accept_length"), [("math_500", 7.66), ("mt_bench", 4.28)])
+def test_simulated_drafts_survive_as_published(profile: str, accept_length: float) -> None:
+    """By position, and as often as their probabilities say. Some are sure and some are not."""
+    published = np.array(dflash_simulated_survival.PROFILES[profile])
+    assert 1 + published.cumprod().sum() == pytest.approx(accept_length, abs=0.01)
+    probabilities, right = dflash_simulated_survival.drawn(published.tolist())
+    alive = right[:, None] >= np.arange(16)
+    found = alive[:, 1:].sum(axis=0) / alive[:, :-1].sum(axis=0)
+    np.testing.assert_allclose(found[:8], published[:8], atol=0.03)
+    first = right > 0
+    for low, high in ((0.0, 0.5), (0.5, 0.9), (0.9, 0.99), (0.99, 1.0)):
+        some = (probabilities[:, 0] > low) & (probabilities[:, 0] <= high)
+        said = float(probabilities[some, 0].mean())
+        assert float(first[some].mean()) == pytest.approx(said, abs=0.04)
+    assert float((probabilities > 0.99).mean()) > 0.4
+    assert float((probabilities < 0.5).mean()) > 0.05

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from benchmark import step_cost
+from benchmark import step_cost, sweep
 from benchmark.sides import make_side, serving
 from sglang_dflash.tiny.prompts import held_out
 from test.servers import chat
@@ -49,6 +49,29 @@ def test_step_cost_splits_the_steps(capsys: pytest.CaptureFixture[str], sides: s
         parts = sum(row[f"{part}_ms"] for part in TIMES[1:])
         assert parts == pytest.approx(row["step_ms"], rel=0.5)  # medians, on a busy machine
         assert row["accept_length"] == pytest.approx(4.5, abs=1 / 12)
+
+
+@pytest.mark.ci
+def test_simulated_survival(tmp_path: Path) -> None:
+    """Whole blocks accept the published length. Fewer rows commit less a step, of the same drafts.
+
+    On a CPU each row takes time, so `auto` verifies fewer.
+    """
+    out = tmp_path / "survival.json"
+    given = ["--sides", "ours", "--simulate-survival", "math_500", "--verify-width", "full,auto"]
+    load = ["--mix", "--ignore-eos", "--prompts", "4", "--max-tokens", "96", "--repeats", "1"]
+    load += ["--concurrency", "4", "--threads", "1", "--max-total-tokens", "4096"]
+    assert sweep.main([*given, *load, "--out", str(out)]) == 0
+    found = {}
+    for point in json.loads(out.read_text())["points"]:
+        (run,) = point["repeats"]
+        found[point["verify_width"]] = run
+    full, auto = found["full"], found["auto"]
+    assert full["tokens"] == auto["tokens"] == 12 * 96
+    assert full["accept_length"] == pytest.approx(7.66, rel=0.15)
+    assert full["per_position"][0] == pytest.approx(0.9, abs=0.07)
+    assert auto["accept_length"] < full["accept_length"]
+    assert "SIMULATED survival of drafts, math_500" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.full
