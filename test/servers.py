@@ -100,6 +100,23 @@ FORKED = """
 """
 
 
+ANY_ROWS = "DFLASH_TEST_ANY_ROWS"  # a seed: each step verifies any rows of its batch
+CUT = """
+    def plugin():
+        import os
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def cut(_, scheduler):
+            from test.cuts import verify_any_rows
+
+            verify_any_rows(scheduler.draft_worker, int(os.environ["DFLASH_TEST_ANY_ROWS"]))
+
+        if "DFLASH_TEST_ANY_ROWS" in os.environ:
+            target = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
+            HookRegistry.register(target, cut, HookType.AFTER)
+"""
+
+
 @dataclass(frozen=True)
 class Setup:
     """How a server that tests share is started."""
@@ -217,8 +234,9 @@ def running(
 
 
 def with_forks(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment of a server that forks its processes. folder: gets the plugin."""
-    paths = [str(distribution(Path(folder), "forked", "1.0", FORKED))]
+    """The environment of a server that forks its processes. folder: gets the plugins."""
+    plugins = {"forked": FORKED, "any_rows": CUT}
+    paths = [str(distribution(Path(folder), name, "1.0", plugins[name])) for name in plugins]
     if "PYTHONPATH" in environment:
         paths.append(environment["PYTHONPATH"])
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}

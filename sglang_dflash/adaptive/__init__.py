@@ -1,1 +1,1 @@
-"""The verify width by expected throughput."""
+"""The rows of a verify by expected throughput."""

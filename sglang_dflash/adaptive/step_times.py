@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from sglang_dflash.adaptive.throughput import Array, StepTimes, without_outliers
+from sglang_dflash.adaptive.throughput import StepTimes, without_outliers
+from sglang_dflash.adaptive.verify_width import Shapes
+from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.next_block import block_positions
 from sglang_dflash.method.block import Block
+from sglang_dflash.method.survival import SurvivalTable
 from sglang_dflash.model.context_kv import ContextKV
-from sglang_dflash.step.forward import VerifyInput
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
-MOST_MEASURED = 64  # requests
 REPEATS = 3
 MOST_SECONDS = 5
 CONTEXT = 256  # tokens before each block
 
 
 class StepTimer:
-    """Times drafts and verifies of a number of requests."""
+    """Times drafts of a number of requests, and verifies of a number of their rows."""
 
     def __init__(
         self,
@@ -40,17 +39,20 @@ class StepTimer:
         context_kv: ContextKV,
         draft_window: int | None,
         block_size: int,
+        shapes: Shapes,
+        kernels: Kernels,
     ) -> None:
+        self._block_size, self._shapes, self._kernels = block_size, shapes, kernels
         self._runner, self._drafter, self._verifier = runner, drafter, verifier
         self._context_kv = context_kv
         longest = runner.model_config.context_len - block_size
         self._length = min(CONTEXT, longest, draft_window or CONTEXT)
         # Recurrent states can leave room for fewer requests than the flag says.
-        self._most = min(runner.max_running_requests, MOST_MEASURED)
+        self._most = min(runner.max_running_requests, shapes.most_measured)
 
     @torch.no_grad()
-    def measure(self, widths: Sequence[int]) -> StepTimes:
-        """Seconds of a step by batch size and verify width, equal on all ranks.
+    def measure(self) -> StepTimes:
+        """Seconds of a step by requests and rows, equal on all ranks.
 
         The shortest of several times of a forward counts. When MOST_SECONDS are over, the largest
         batches may not have been measured.
@@ -58,50 +60,66 @@ class StepTimer:
         logger.info("DFLASH: measuring step times, for up to %d s.", MOST_SECONDS)
         batches = [2**i for i in range(self._most.bit_length()) if 2**i < self._most]
         batches.append(self._most)
-        grid = sorted({1, 2, widths[-1] // 2, widths[-1]} if len(widths) > 4 else set(widths))
-        measured: dict[int, Array] = {}  # by batch size: a draft, then a verify of each width
+        times: dict[tuple[int, int], float] = {}  # by requests and rows; no rows: of a draft
         started = time.monotonic()
         # In turn, so that a slow moment does not hit only one forward.
         for batch in batches * REPEATS:
-            if measured and self._rank_0(time.monotonic() - started > MOST_SECONDS):
+            if times and self._rank_0(time.monotonic() - started > MOST_SECONDS):
                 break
-            seconds = [self._seconds(self._draft, batch)]
-            seconds += [self._seconds(self._verify, batch, width) for width in grid]
-            measured[batch] = np.minimum(seconds, measured.get(batch, np.inf))
-        table = self._rank_0(without_outliers(np.stack(list(measured.values()))))
+            for rows in (0, *self._shapes.measured(batch)):
+                taken = self._seconds(batch, rows)
+                times[batch, rows] = min(taken, times.get((batch, rows), taken))
+        drafts = {batch: seconds for (batch, rows), seconds in times.items() if rows == 0}
+        verifies = without_outliers({key: each for key, each in times.items() if key[1] > 0})
+        drafts, verifies = self._rank_0((drafts, verifies))
         logger.info(
             "DFLASH: step times in ms, measured in %.1f s:\n%s",
             time.monotonic() - started,
-            _shown(list(measured), grid, table),
+            _shown(drafts, verifies),
         )
-        steps = {
-            (batch, width): float(draft + verify)
-            for batch, (draft, *verifies) in zip(measured, table, strict=True)
-            for width, verify in zip(grid, verifies, strict=True)
-        }
-        return StepTimes(steps, widths)
+        return StepTimes(drafts, verifies)
 
     def _rank_0(self, value: Any) -> Any:
         """The value of the first rank. All ranks run the same forwards, and choose by them."""
         return get_tp_group().broadcast_object(value, src=0)
 
-    def _seconds(self, forward: Callable[..., None], *given: int) -> float:
+    def _seconds(self, requests: int, rows: int) -> float:
+        """Of a draft of these requests, or of a verify of so many rows of them."""
         started = time.perf_counter()
-        forward(*given)
+        batch = self._requests(requests)
+        if rows == 0:
+            self._drafter.dry_run(*batch)
+        else:
+            self._verify(self._block(batch[1], rows), *batch)
         torch.get_device_module(self._runner.device).synchronize()
         return time.perf_counter() - started
 
-    def _draft(self, batch: int) -> None:
-        self._drafter.dry_run(*self._requests(batch))
+    def _verify(self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
+        output = self._verifier.dry_run(block, rows, seq_lens, seq_lens_cpu)
+        sampled = self._kernels.largest(output.next_token_logits).argmax.flatten()
+        given = block.token_ids, block.unflatten(sampled), block.slots, seq_lens
+        self._kernels.accept(*given, self._length, None, block.lens)
+        slots = torch.ones_like(block.flatten(block.slots))  # any slot; no request uses it
+        self._context_kv.write(output.hidden_states, block.flatten(block.positions), slots)
 
-    def _verify(self, batch: int, width: int) -> None:
-        rows, seq_lens, seq_lens_cpu = self._requests(batch)
-        dummy = rows.new_zeros(batch, width)
-        block = Block(dummy, block_positions(seq_lens, width), dummy)
-        forward = VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)
-        output = self._verifier.dry_run(forward, width)
-        slots = torch.ones_like(forward.out_cache_loc)  # any slot; no request uses it
-        self._context_kv.write(output.hidden_states, forward.positions, slots)
+    def _block(self, seq_lens: Tensor, rows: int) -> Block:
+        """A block of so many rows, as equally many of each request as can be.
+
+        Where they may differ, they are chosen as in a step, which takes as long.
+        """
+        requests = len(seq_lens)
+        dummy = seq_lens.new_zeros(requests, self._block_size)
+        block = Block(dummy, block_positions(seq_lens, self._block_size), dummy)
+        if not self._shapes.ragged:
+            return block.first(rows // requests)
+        if rows == block.rows:
+            return block
+        table = SurvivalTable.empty(self._block_size, self._runner.device)
+        probabilities = torch.full(dummy[:, 1:].shape, 0.5, device=dummy.device)
+        drafts = probabilities, dummy[:, 0].contiguous()
+        chosen = self._kernels.choose_rows(self._kernels.survival(*drafts, table), rows)
+        self._kernels.learn_survival(*drafts, chosen.lens - 1, chosen.lens, table)
+        return block.cut(chosen.ragged)
 
     def _requests(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and lengths of dummy requests: [B] int64 each, the last one on the host."""
@@ -110,10 +128,14 @@ class StepTimer:
         return rows, seq_lens_cpu.to(rows.device), seq_lens_cpu
 
 
-def _shown(batches: Sequence[int], widths: Sequence[int], seconds: Array) -> str:
-    """A table of times in ms. seconds: [batches, 1 + widths], the draft first."""
-    head = ["requests", "draft", *(f"verify {width}" for width in widths)]
-    lines = [head]
-    for batch, times in zip(batches, seconds * 1000, strict=True):
-        lines.append([str(batch), *(f"{each:.1f}" for each in times)])
-    return "\n".join("".join(cell.rjust(10) for cell in line) for line in lines)
+def _shown(drafts: dict[int, float], verifies: dict[tuple[int, int], float]) -> str:
+    """A line of times in ms for each number of requests."""
+    lines = []
+    for batch, seconds in drafts.items():
+        times = [
+            f"{rows}: {each * 1000:.1f}"
+            for (requests, rows), each in verifies.items()
+            if requests == batch
+        ]
+        lines.append(f"{batch:>8} requests: draft {seconds * 1000:.1f}, verify {' '.join(times)}")
+    return "\n".join(lines)

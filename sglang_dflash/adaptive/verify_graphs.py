@@ -1,42 +1,88 @@
-"""The target's attention backend and graphs, a pair for each verify width."""
+"""What the target can verify: widths, each with an attention backend and graphs, or any rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
 
+from sglang_dflash.method.block import Block
 from sglang_dflash.seam.patched import temporarily
+from sglang_dflash.step.forward import VerifyInput
+
+MOST_MEASURED = 64  # requests
 
 
-class VerifyGraphs:
-    """Switches the target between verify widths. SGLang makes a backend and graphs for one width.
+class WidthGraphs:
+    """Switches the target between widths. SGLang makes a backend and graphs for one width."""
 
-    A prefill runs on any pair.
-    """
+    ragged = False
+    most_measured = MOST_MEASURED
 
-    def __init__(self, runner: ModelRunner, widths: Sequence[int], ragged: bool) -> None:
-        """ragged: there is one attention backend, which serves all widths without graphs."""
-        self._runner, self._widths, self._ragged = runner, widths, ragged
+    def __init__(self, runner: ModelRunner, widths: Sequence[int]) -> None:
+        """widths: ascending."""
+        self._runner, self._widths = runner, widths
         self.capture()
+
+    def options(self, requests: int) -> list[int]:
+        return [requests * width for width in self._widths]
+
+    measured = options
 
     def capture(self) -> None:
         """Make the pairs of all widths except the whole block's, which the runner already has."""
         runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
         block_size = args.speculative_num_draft_tokens
         self._pairs = {block_size: (runner.attn_backend, graphs)}
-        if self._ragged:
-            return
         for width in set(self._widths) - {block_size}:
             with temporarily(args, speculative_num_draft_tokens=width):  # both are made for it
                 backend = runner._get_attention_backend()
                 captured = graphs and type(graphs)(runner, attn_backend=backend)
             self._pairs[width] = backend, captured
 
-    def use_whole(self) -> None:
-        self.use(self._runner.server_args.speculative_num_draft_tokens)
+    def use(self, block: Block) -> None:
+        self._use(block.width)
 
-    def use(self, width: int) -> None:
-        """Verify this width from now on."""
-        if not self._ragged:
-            self._runner.attn_backend, self._runner.graph_runner = self._pairs[width]
+    def use_whole(self) -> None:
+        self._use(self._runner.server_args.speculative_num_draft_tokens)
+
+    def _use(self, width: int) -> None:
+        self._runner.attn_backend, self._runner.graph_runner = self._pairs[width]
+
+    def forward_batch(
+        self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> ForwardBatch:
+        return VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)
+
+
+class NoGraphs:
+    """One attention backend serves all that a step may verify, as on a CPU."""
+
+    most_measured = MOST_MEASURED
+
+    def __init__(self, widths: Sequence[int], ragged: bool) -> None:
+        """widths: rows a request, their mean if they are ragged, ascending."""
+        self._widths, self.ragged = widths, ragged
+
+    def options(self, requests: int) -> list[int]:
+        return [requests * width for width in self._widths]
+
+    def measured(self, requests: int) -> list[int]:
+        every = self.options(requests)
+        return sorted({*every[:2], every[(len(every) - 1) // 2], every[-1]})
+
+    def capture(self) -> None:
+        pass
+
+    def use(self, block: Block) -> None:
+        pass
+
+    def use_whole(self) -> None:
+        pass
+
+    def forward_batch(
+        self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> ForwardBatch:
+        return VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)

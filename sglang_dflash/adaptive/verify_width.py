@@ -1,22 +1,46 @@
-"""The verify width: how many positions of a drafted block the target verifies.
+"""The verify width: which positions of the drafted blocks of a batch the target verifies.
 
 A policy is made once, at construction. `choose` cuts a block; the choice then learns from the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from torch import Tensor
+from torch.nn import functional as F
 
-from sglang_dflash.adaptive.throughput import Array, StepTimes, Survival, common_width, own_widths
+from sglang_dflash.adaptive.throughput import Array, StepTimes, best_rows
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.rows import Rows
+from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
+from sglang_dflash.method.survival import GREEDY, SAMPLED, SurvivalTable
+from sglang_dflash.step.copies import HostCopy, to_device
 from sglang_dflash.step.noise import is_sampled
 
 PROBE = 50  # steps between two that verify whole blocks, so that all positions are seen again
-WORTH = 1.1  # the host waits for a draft only if a step can get this much faster
+WORTH = 1.05  # blocks are cut only where a step can get this much faster
+RECENT = 0.25  # the weight of a step among those whose gains are known
+
+
+class Shapes(Protocol):
+    """What the target can verify."""
+
+    ragged: bool  # whether the requests of a batch may have different numbers of rows
+
+    @property
+    def most_measured(self) -> int:
+        """Requests of the largest batch whose times are measured."""
+
+    def options(self, requests: int) -> list[int]:
+        """The numbers of rows of so many requests, ascending. The last one is of whole blocks."""
+
+    def measured(self, requests: int) -> list[int]:
+        """Those of them whose times are measured, the first and the last among them."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +49,18 @@ class FixedChoice:
 
     block: Block
 
-    def learn(self, num_accepted: Tensor) -> None:
+    def learn(self, outcome: Outcome) -> None:
         pass
 
 
 class FixedWidth:
     """Verify the first `width` positions of every block."""
 
-    def __init__(self, width: int, block_size: int) -> None:
-        self._width, self._block_size = width, block_size
+    def __init__(self, width: int) -> None:
+        self._width = width
 
     def choose(self, block: Block, reqs: list[Req]) -> FixedChoice:
         return FixedChoice(block.first(self._width))
-
-    def verifies_whole(self, requests: int) -> bool:
-        return self._width == self._block_size
 
 
 @dataclass(frozen=True)
@@ -47,63 +68,83 @@ class AdaptiveChoice:
     """A choice by the draft's probabilities."""
 
     block: Block
-    probabilities: Array  # [B, N-1] float32, of the whole block's drafts
-    widths: Array  # [B] int64
-    kinds: list[tuple[Survival, Array]]  # of drafts, and which requests have each, [B] bool
-
-    def learn(self, num_accepted: Tensor) -> None:
-        accepted = num_accepted.numpy()
-        for survival, of in self.kinds:
-            survival.observe(self.probabilities[of], accepted[of], self.widths[of])
+    learn: Callable[[Outcome], None]
 
 
 class AdaptiveWidth:
-    """Verify the widths with the most expected commits per second.
+    """Verify as many rows as commit most tokens a second, and the likeliest ones.
 
-    The policy combines two estimates: the acceptance of each draft, from its probability calibrated
-    online, and the times of steps, measured at startup. Drafts that share the noise of a draw are
-    calibrated apart from those of greedy requests.
+    The number comes from two estimates: what rows would have gained in the steps before, and the
+    times of steps, measured at startup. The rows are chosen on the device, which may still be
+    drafting. Where they must be equally many of each request, they are the first ones.
     """
 
-    def __init__(self, block_size: int, step_times: StepTimes, ragged: bool) -> None:
-        """ragged: the requests of a batch may have different widths."""
-        self._block_size, self._step_times, self._ragged = block_size, step_times, ragged
-        self._greedy, self._sampled = Survival(block_size), Survival(block_size)
+    def __init__(
+        self,
+        block_size: int,
+        step_times: StepTimes,
+        shapes: Shapes,
+        kernels: Kernels,
+        device: str,
+        queues_work: bool,
+    ) -> None:
+        """queues_work: the host would have to wait for the gains of a step's own drafts."""
+        self._step_times, self._shapes = step_times, shapes
+        self._kernels = kernels
+        self._queues_work = queues_work
+        self._survival = SurvivalTable.empty(block_size, device)
+        self._gains: Array | None = None  # [N], of the steps before, as `best_rows` takes them
         self._steps = 0
 
     def choose(self, block: Block, reqs: list[Req]) -> FixedChoice | AdaptiveChoice:
-        """The host waits for the draft, unless the block is verified whole in any case."""
-        requests = len(block.slots)
-        if self.verifies_whole(requests):
+        requests = len(reqs)
+        if self._verifies_whole(requests):
             return FixedChoice(block)
-        assert block.probabilities is not None
-        probabilities = block.probabilities.cpu().numpy()
-        sampled = np.array([is_sampled(req) for req in reqs])
-        kinds = [(self._greedy, ~sampled), (self._sampled, sampled)]
-        kinds = [(survival, of) for survival, of in kinds if of.any()]
-        widths = self._widths(probabilities, kinds)
-        return AdaptiveChoice(block.cut(widths), probabilities, widths, kinds)
+        probabilities = block.probabilities
+        assert probabilities is not None
+        kinds = [SAMPLED if is_sampled(req) else GREEDY for req in reqs]
+        given = probabilities, to_device(kinds, probabilities.device)
+        scores = self._kernels.survival(*given, self._survival)
+        known = self._gains if self._queues_work else self._gains_of(scores).numpy()
+        cut, gains = self._cut(block, scores, self._count(requests, known))
+        copy = HostCopy(gains)
 
-    def verifies_whole(self, requests: int) -> bool:
-        """Narrower verifies of so many requests save less than waiting for the draft costs.
+        def learn(outcome: Outcome) -> None:
+            self._kernels.learn_survival(
+                *given, outcome.num_accepted, outcome.widths, self._survival
+            )
+            self._remember(copy.wait().numpy())
 
-        On a GPU this wait leaves the device idle until the verify is planned. Attention over
-        ragged widths plans every verify in any case, so there the result is False.
-        """
-        if self._ragged:
-            return False
-        seconds = self._step_times.at(requests)
+        return AdaptiveChoice(cut, learn)
+
+    def _verifies_whole(self, requests: int) -> bool:
+        """Whether fewer rows of so many requests save too little."""
+        seconds = self._step_times.at(requests, self._shapes.options(requests))
         return bool(seconds[-1] <= WORTH * seconds.min())
 
-    def _widths(self, probabilities: Array, kinds: list[tuple[Survival, Array]]) -> Array:
-        requests = len(probabilities)
+    def _count(self, requests: int, gains: Array | None) -> int:
+        """The rows of this step. gains: what they are known to be worth."""
+        options = self._shapes.options(requests)
         is_probe = self._steps % PROBE == 0
         self._steps += 1
-        if is_probe:
-            return np.full(requests, self._block_size)
-        survival, seconds = np.empty_like(probabilities), self._step_times.at(requests)
-        for of_kind, of in kinds:
-            survival[of] = of_kind(probabilities[of])
-        if self._ragged:
-            return own_widths(survival, seconds)
-        return np.full(requests, common_width(survival, seconds))
+        if is_probe or gains is None:
+            return options[-1]
+        return best_rows(options, requests, gains, self._step_times.at(requests, options))
+
+    def _cut(self, block: Block, scores: Tensor, count: int) -> tuple[Block, Tensor]:
+        """The part of a block that has so many rows, and `_gains_of` these scores."""
+        if not self._shapes.ragged:
+            return block.first(count // len(scores)), self._gains_of(scores)
+        rows: Rows = self._kernels.choose_rows(scores, count)
+        return block if count == block.rows else block.cut(rows.ragged), rows.gains
+
+    def _gains_of(self, scores: Tensor) -> Tensor:
+        """What 1..N rows a request would be worth, `Rows.gains`: [N] float32. scores: [B, M]."""
+        if self._shapes.ragged:
+            gains: Tensor = self._kernels.choose_rows(scores, len(scores)).gains
+            return gains
+        return F.pad(scores.mean(dim=0).cumsum(dim=0), (1, 0)) + 1.0
+
+    def _remember(self, gains: Array) -> None:
+        known = gains if self._gains is None else self._gains
+        self._gains = known + RECENT * (gains - known)

@@ -45,6 +45,8 @@ def begin_forward(_: None, backend: Any, forward_batch: Any) -> None:
         backend.page_size,
         metadata.cache_seqlens_int32,
         metadata.page_table,
+        getattr(backend, "dflash_lens", None),
+        metadata.cu_seqlens_q,
     )
     metadata.cache_seqlens_int32.dflash_schedules = {}
 

@@ -17,9 +17,11 @@ from sglang_dflash.kernels import (
     draw,
     next_block,
     noise,
+    rows,
     shares,
     store_kv,
 )
+from sglang_dflash.method import survival
 from sglang_dflash.method.acceptance import AcceptResult
 
 
@@ -33,6 +35,9 @@ class Kernels(NamedTuple):
     gumbel: Callable[..., Tensor]
     accept: Callable[..., AcceptResult]
     judge_shares: Callable[..., None]
+    survival: Callable[..., Tensor]
+    learn_survival: Callable[..., None]
+    choose_rows: Callable[..., rows.Rows]
     store_kv: Callable[..., None]
 
     @classmethod
@@ -47,6 +52,9 @@ class Kernels(NamedTuple):
                 gumbel=noise.launch_gumbel,
                 accept=accept.launch_accept,
                 judge_shares=shares.launch_judge_shares,
+                survival=rows.launch_survival,
+                learn_survival=rows.launch_learn_survival,
+                choose_rows=rows.launch_choose_rows,
                 store_kv=store_kv.launch_store_kv,
             )
         return cls(
@@ -57,5 +65,8 @@ class Kernels(NamedTuple):
             gumbel=noise.gumbel_in_torch,
             accept=accept.accept_in_torch,
             judge_shares=shares.judge_shares_in_torch,
+            survival=survival.survival,
+            learn_survival=survival.learn,
+            choose_rows=rows.choose_rows_in_torch,
             store_kv=store_kv.store_kv_in_torch,
         )

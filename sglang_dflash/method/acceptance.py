@@ -29,18 +29,19 @@ class Outcome(NamedTuple):
     """The target's answer to a block."""
 
     sampled: Tensor  # [B, w] int64, the target's sample after each block position
-    num_accepted: Tensor  # [B] int64 in 0..w-1
+    num_accepted: Tensor  # [B] int64 in 0..widths-1
+    widths: Tensor  # [B] int64 in 1..w, the positions of each request that were verified
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Outcome:
         """Views of `AcceptResult.packed`, on the device or on the host."""
-        return cls(packed[:, :-1], packed[:, -1])
+        return cls(packed[:, :-2], packed[:, -2], packed[:, -1])
 
 
 class AcceptResult(NamedTuple):
     """The result of a step, on the device."""
 
-    packed: Tensor  # [B, w + 1] int64, an `Outcome` in one tensor, for one copy to the host
+    packed: Tensor  # [B, w + 2] int64, an `Outcome` in one tensor, for one copy to the host
     bonus: Tensor  # [B] int64, the last committed token and next anchor
     lens: Tensor  # [B] int64, tokens before the bonus
     kv_slots: Tensor  # [B, w] int64, slots of the anchor and the accepted drafts, then 0

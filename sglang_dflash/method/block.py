@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,8 +12,8 @@ from torch import Tensor
 class Block:
     """N positions of B requests: the anchor, then drafts.
 
-    Requests may have fewer positions than N (`ragged`). A forward has one token for each position
-    that is there, T in all.
+    Requests may have fewer positions than N (`ragged`). A forward has a row for each position that
+    is there, T in all.
     """
 
     token_ids: Tensor  # [B, N] int64, column 0 is the anchor
@@ -33,15 +31,18 @@ class Block:
         return self.token_ids.shape[1]
 
     @property
-    def lens(self) -> list[int]:
-        """Positions of each request. The host knows them without the device."""
-        if self.ragged is None:
-            return [self.width] * len(self.token_ids)
-        return self.ragged.lens
+    def rows(self) -> int:
+        """The rows T of a forward. The host knows them, however they are shared out."""
+        return self.token_ids.numel() if self.ragged is None else len(self.ragged.indices)
+
+    @property
+    def lens(self) -> Tensor | None:
+        """The rows of each request, [B] int64 on the device; None: all have N."""
+        return None if self.ragged is None else self.ragged.lens
 
     @property
     def requests(self) -> Tensor | None:
-        """The request of each token in a forward, [T] int64. None: all have N, one by one."""
+        """The request of each row of a forward, [T] int64. None: all have N, one by one."""
         return None if self.ragged is None else self.ragged.indices // self.width
 
     def flatten(self, field: Tensor) -> Tensor:
@@ -49,12 +50,12 @@ class Block:
         flat = field.flatten(0, 1)
         return flat if self.ragged is None else flat[self.ragged.indices]
 
-    def unflatten(self, values: Tensor, absent: int = 0) -> Tensor:
-        """Put the values of a forward, [T, ..], at their positions: [B, N, ..]."""
+    def unflatten(self, values: Tensor) -> Tensor:
+        """Put the values of a forward, [T, ..], at their positions: [B, N, ..]. Others are 0."""
         shape = *self.token_ids.shape, *values.shape[1:]
         if self.ragged is None:
             return values.view(shape)
-        padded = values.new_full(shape, absent)
+        padded = values.new_zeros(shape)
         padded.flatten(0, 1)[self.ragged.indices] = values
         return padded
 
@@ -72,13 +73,10 @@ class Block:
         columns = (self.token_ids[:, :width], self.positions[:, :width], self.slots[:, :width])
         return Block(*columns, picks=self.picks)
 
-    def cut(self, widths: npt.NDArray[np.int64]) -> Block:
-        """Cut each request's chain to a width of its own: [B] int64 in 1..N, on the host."""
-        block = self.first(int(widths.max()))
-        if (widths == block.width).all():
-            return block
-        ragged = Ragged.of(widths, block.width, block.slots.device)
-        return replace(block, probabilities=None, ragged=ragged)
+    def cut(self, ragged: Ragged) -> Block:
+        """Keep these positions of a block that is whole."""
+        assert self.ragged is None
+        return replace(self, probabilities=None, ragged=ragged)
 
     def filtered(self, indices: Tensor) -> Block:
         """Keep these requests of a chain that is whole."""
@@ -113,14 +111,16 @@ def _cat(ours: Tensor | None, others: Tensor | None, dim: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The positions of a block whose requests have different widths."""
+    """The positions of a block whose requests have different numbers of them, one at least."""
 
-    lens: list[int]  # of each request
-    indices: Tensor  # [T] int64 on the device, in the flattened block
+    lens: Tensor  # [B] int64 on the device, positions of each request
+    indices: Tensor  # [T] int64 on the device, ascending, in the flattened block
 
     @classmethod
-    def of(cls, widths: npt.NDArray[np.int64], most: int, device: torch.device) -> Ragged:
-        """widths: [B] int64 on the host; most: the columns of the block."""
-        is_there = np.arange(most) < widths[:, None]
-        indices = torch.from_numpy(is_there.reshape(-1).nonzero()[0])
-        return cls(widths.tolist(), indices.to(device, non_blocking=True))
+    def of(cls, widths: Tensor, most: int) -> Ragged:
+        """The first positions of each request. widths: [B] int64; most: the block's N.
+
+        Where the widths are on a GPU, the host waits.
+        """
+        is_there = torch.arange(most, device=widths.device) < widths[:, None]
+        return cls(widths, is_there.flatten().nonzero().squeeze(1))

@@ -16,5 +16,6 @@ ATTACHED = {
     "dflash_states": "of a `MambaPool`: views of its recurrent states",
     "dflash_inputs": "of a `MambaPool`: what the last verify read",
     "dflash_schedules": "of FlashAttention 3's tensor of KV lengths: the schedules of a forward",
+    "dflash_lens": "of an attention backend: the rows of each request, where these differ",
     "dflash_steps": "of the tokenizer's state of a request: its watched steps",
 }

@@ -30,8 +30,8 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         FLAGS[VERIFY_WIDTH],
         metavar="{full,N,auto}",
-        help="Number of positions of a DFLASH block that the target verifies. auto picks the width "
-        "with the highest expected throughput. Default: auto on a CPU, full on CUDA "
+        help="Number of positions of a DFLASH block that the target verifies. auto verifies the "
+        "likeliest of the batch, as many as pay. Default: auto on a CPU, full on CUDA "
         "and with LoRA adapters.",
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ class Platform:
     verify_width: str  # default of --speculative-dflash-verify-width
     draft_ahead: str  # default of --speculative-dflash-draft-ahead
     queues_work: bool  # a call returns before the device has done it
-    ragged_widths: bool  # attention serves any verify width, and a different one per request
+    ragged_widths: bool  # attention serves any rows of each request, without graphs of their own
     quantised_weights: bool
     gdn_dtypes: tuple[torch.dtype, ...]  # of hybrid targets
     tracked_states: bool  # --mamba-scheduler-strategy extra_buffer

@@ -54,7 +54,7 @@ class Committer:
         self, batch: ScheduleBatch, drafted: Block, verified: VerifyResult, outcome: Outcome
     ) -> GenerationBatchResult:
         output = verified.output
-        widths = verified.block.lens
+        widths = outcome.widths.tolist()
         committed = self._commit_requests(batch, outcome)
         tokens = [each.tokens for each in committed]
         num_committed = [len(ids) for ids in tokens]

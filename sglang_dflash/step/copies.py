@@ -27,6 +27,7 @@ class HostCopy:
     def wait(self) -> Tensor:
         """The copy, once it has arrived."""
         if self._done is not None:
-            self._done.synchronize()
+            if not self._done.query():
+                self._done.synchronize()
             self._done = None
         return self._copy

@@ -6,9 +6,8 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from torch import Tensor
 
 from sglang_dflash.method.acceptance import Outcome
-from sglang_dflash.method.block import Block
 from sglang_dflash.step.copies import HostCopy
-from sglang_dflash.step.policies import VerifyWidth
+from sglang_dflash.step.policies import Drafted, VerifyWidth
 from sglang_dflash.step.prefill import all_start_to_decode
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
@@ -26,7 +25,7 @@ class DraftLater:
 
 
 class DraftAhead:
-    """Draft at once, and plan the verify of the draft if its width is known."""
+    """Draft at once, and plan the verify of the draft."""
 
     def __init__(
         self,
@@ -50,13 +49,14 @@ class DraftAhead:
         self._exact_lengths = exact_lengths
         self._plans = plans
 
-    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Block | None:
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Drafted | None:
         if not all_start_to_decode(batch) or not batch.check_decode_mem():
             return None
         self._slots.reserve(batch.reqs)
-        return self._drafter.propose(batch, anchors, batch.seq_lens, batch.seq_lens_cpu)
+        lens = batch.seq_lens, batch.seq_lens_cpu
+        return Drafted(self._drafter.propose(batch, anchors, *lens))
 
-    def after_verify(self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy) -> Block:
+    def after_verify(self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy) -> Drafted:
         accepted = verified.accepted
         rows = batch.req_pool_indices
         most_committed: Tensor | int = verified.block.width
@@ -65,6 +65,8 @@ class DraftAhead:
         # Only a request that ends in this step can exceed the context length.
         seq_lens_cpu = (batch.seq_lens_cpu + most_committed).clamp(max=self._context_len)
         block = self._drafter.propose(batch, accepted.bonus, accepted.lens, seq_lens_cpu)
-        if self._plans and self._verify_width.verifies_whole(len(rows)):
-            self._verifier.plan(rows, block, accepted.lens, seq_lens_cpu)
-        return block
+        if not self._plans:
+            return Drafted(block)
+        choice = self._verify_width.choose(block, batch.reqs)
+        self._verifier.plan(rows, choice.block, accepted.lens, seq_lens_cpu)
+        return Drafted(block, choice)

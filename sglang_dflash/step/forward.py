@@ -37,8 +37,9 @@ class VerifyInput(SpecInput):
 
     @property
     def lens(self) -> list[int]:
-        """Tokens of each request, for attention that serves ragged blocks."""
-        return self.block.lens
+        """Tokens of each request, for attention on a CPU."""
+        lens = self.block.lens
+        return [self.block.width] * len(self.block.slots) if lens is None else lens.tolist()
 
     def forward_batch(
         self, req_pool_indices: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
@@ -50,7 +51,7 @@ class VerifyInput(SpecInput):
         """
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(self.block.slots),
+            batch_size=len(req_pool_indices),
             input_ids=self.draft_token,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,

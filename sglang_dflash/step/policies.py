@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from torch import Tensor
 
+from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.copies import HostCopy
 
@@ -23,32 +24,34 @@ class Choice(Protocol):
     @property
     def block(self) -> Block: ...
 
-    def learn(self, num_accepted: Tensor) -> None:
-        """num_accepted: [B] int64 on the host, the accepted drafts of the step."""
+    def learn(self, outcome: Outcome) -> None:
+        """outcome: of the step, on the device. The host has waited for it."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A drafted block, and the part of it whose verify is planned, if it is."""
+
+    block: Block
+    planned: Choice | None = None
 
 
 class VerifyWidth(Protocol):
     """How many positions of a drafted block the target verifies."""
 
     def choose(self, block: Block, reqs: list[Req]) -> Choice:
-        """Cut the drafted block of these requests."""
-
-    def verifies_whole(self, requests: int) -> bool:
-        """Whether blocks of so many requests are verified whole. It is known before the draft.
-
-        The verify of such a block can be planned ahead.
-        """
+        """Cut the drafted block of these requests. On a GPU the host does not wait for it."""
 
 
 class NextDraft(Protocol):
     """The block that is drafted after a step or a prefill, or None to draft it later."""
 
-    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Block | None:
+    def after_prefill(self, batch: ScheduleBatch, anchors: Tensor) -> Drafted | None:
         """anchors: [B] int64, the first tokens."""
 
     def after_verify(
         self, batch: ScheduleBatch, verified: VerifyResult, copy: HostCopy
-    ) -> Block | None:
+    ) -> Drafted | None:
         """copy: of `AcceptResult.packed`."""
 
 

@@ -48,12 +48,13 @@ PREFILL_ONLY_FIELDS = dict.fromkeys(
 @dataclass(frozen=True)
 class VerifyResult:
     block: Block
+    positions: Tensor  # [T] int64
     accepted: AcceptResult
     result: GenerationBatchResult  # of the target's forward, `output` inside
 
     @property
     def output(self) -> LogitsProcessorOutput:
-        """The target's output at the T positions of the block.
+        """The target's output at the T rows of the block.
 
         next_token_logits: [T, V] as the sampler saw them, float32 if logprobs are wanted;
         hidden_states: [T, K * H], the features, then [.., H] of the last layer if requested.
@@ -62,13 +63,18 @@ class VerifyResult:
 
 
 class TargetGraphs(Protocol):
-    """The target's graphs, of each verify width."""
+    """The target's graphs, for all that a step may verify."""
 
-    def use(self, width: int) -> None:
-        """Verify this width from now on."""
+    def use(self, block: Block) -> None:
+        """Verify blocks of this shape from now on."""
 
     def use_whole(self) -> None:
         """Verify whole blocks from now on."""
+
+    def forward_batch(
+        self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> ForwardBatch:
+        """The forward of a block in its graph. rows, seq_lens, seq_lens_cpu: as in `plan`."""
 
     def capture(self) -> None:
         """Capture anew."""
@@ -106,11 +112,11 @@ class Verifier:
         is in buffers that all graphs share, so the forward of any other graph destroys it
         (`drop_plan`). The LoRA adapters of these requests are in them since their last verify.
         """
-        self._graphs.use(block.width)
+        self._graphs.use(block)
         graphs = self._runner.graph_runner
         if graphs is None or self._runner.model_is_mrope or enable_num_token_non_padded():
             return  # these forwards have further inputs, which only SGLang's own batch has
-        forward = VerifyInput(block).forward_batch(rows, seq_lens, seq_lens_cpu)
+        forward = self._graphs.forward_batch(block, rows, seq_lens, seq_lens_cpu)
         if not graphs.can_run(forward):
             return
         graphs.replay_prepare(forward)
@@ -127,7 +133,7 @@ class Verifier:
             return self._verify(batch, block)
 
     def _verify(self, batch: ScheduleBatch, block: Block) -> VerifyResult:
-        self._graphs.use(block.width)
+        self._graphs.use(block)
         simulated = self._simulated(batch, block) if self._simulated_length > 0 else None
         result = self._forward(batch, block)
         output = result.logits_output
@@ -147,13 +153,18 @@ class Verifier:
             batch.seq_lens,
             self._target.model_config.context_len,
             simulated,
+            block.lens,
         )
         right = accepted.outcome.num_accepted
         self._noise.learn(batch.reqs, batch.req_pool_indices, block, sampled, right)
-        return VerifyResult(block, accepted, result)
+        return VerifyResult(block, positions, accepted, result)
 
     def _forward(self, batch: ScheduleBatch, block: Block) -> GenerationBatchResult:
         """The target's forward over the block, by its plan if there is one."""
+        is_planned = self._planned is not None and self._planned[0] is block
+        if block.ragged is not None and not is_planned:  # SGLang's own batch has equal widths
+            self.plan(batch.req_pool_indices, block, batch.seq_lens, batch.seq_lens_cpu)
+            assert self._planned is not None or self._runner.graph_runner is None
         planned, self._planned = self._planned, None
         if planned is not None and planned[0] is block:
             return self._target.forward_batch_generation(None, planned[1], is_verify=True)
@@ -172,10 +183,10 @@ class Verifier:
 
         It is copied before the verify is queued, so that the copy waits for nothing.
         """
-        accepted = []
-        for req, width in zip(batch.reqs, block.lens, strict=True):
-            committed = simulated_commit(req.spec_verify_ct, self._simulated_length, width)
-            accepted.append(committed - 1)
+        accepted = [
+            simulated_commit(req.spec_verify_ct, self._simulated_length, block.width) - 1
+            for req in batch.reqs
+        ]
         return to_device(accepted, block.token_ids.device)
 
     def _acceptable(self, asked: SamplingInput, block: Block) -> Tensor:
@@ -184,8 +195,6 @@ class Verifier:
         So do all drafts of a request that commits one token per step.
         """
         tokens = block.token_ids
-        if block.ragged is not None:
-            tokens = block.unflatten(block.flatten(tokens), absent=-1)
         alone = self._rules.one_token_a_step(asked)
         if any(alone):
             requests = to_device(alone, tokens.device, torch.bool)
@@ -193,9 +202,12 @@ class Verifier:
             tokens = tokens.masked_fill(requests[:, None] & is_draft, -1)
         return tokens
 
-    def dry_run(self, forward: ForwardBatch, width: int) -> LogitsProcessorOutput:
+    def dry_run(
+        self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+    ) -> LogitsProcessorOutput:
         """Run the target's forward over dummy slots, to time it."""
-        self._graphs.use(width)
+        self._graphs.use(block)
+        forward = self._graphs.forward_batch(block, rows, seq_lens, seq_lens_cpu)
         if self._runner.model_is_mrope:
             forward.mrope_positions = forward.positions.expand(3, -1)
         return self._runner.forward(forward).logits_output

@@ -15,7 +15,7 @@ from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.commit import Committer
 from sglang_dflash.step.copies import HostCopy
-from sglang_dflash.step.policies import Choice, NextDraft, VerifyWidth, WorkerReport
+from sglang_dflash.step.policies import Choice, Drafted, NextDraft, VerifyWidth, WorkerReport
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
@@ -33,7 +33,7 @@ class StepInFlight:
     choice: Choice  # the part of it that is verified
     verified: VerifyResult
     copy: HostCopy  # of `verified.accepted.packed`
-    following: Block | None  # the next block, if it is drafted ahead
+    following: Drafted | None  # the next block, if it is drafted ahead
 
 
 class DFlashWorker:
@@ -92,8 +92,9 @@ class DFlashWorker:
         state: DFlashState = batch.spec_info
         self.slots.reserve(batch.reqs)
         lens = batch.seq_lens, batch.seq_lens_cpu
-        block = state.block or self.drafter.propose(batch, state.anchors, *lens)
-        choice = self.verify_width.choose(block, batch.reqs)
+        drafted = state.drafted or Drafted(self.drafter.propose(batch, state.anchors, *lens))
+        block = drafted.block
+        choice = drafted.planned or self.verify_width.choose(block, batch.reqs)
         verified = self.verifier.verify(batch, choice.block)
         copy = HostCopy(verified.accepted.packed)
         self._write_context(verified)
@@ -104,19 +105,17 @@ class DFlashWorker:
         """Wait for the outcome of a step, and give its tokens to their requests."""
         outcome = Outcome.unpack(step.copy.wait())
         batch.spec_info = DFlashState(step.verified.accepted.bonus, step.following)
-        step.choice.learn(outcome.num_accepted)
+        step.choice.learn(step.verified.accepted.outcome)
         return self.committer.commit(batch, step.block, step.verified, outcome)
 
     def _write_context(self, verified: VerifyResult) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
-        block = verified.block
-        positions = block.flatten(block.positions)
-        slots = block.flatten(verified.accepted.kv_slots)
-        self.context_kv.write(verified.output.hidden_states, positions, slots)
+        slots = verified.block.flatten(verified.accepted.kv_slots)
+        self.context_kv.write(verified.output.hidden_states, verified.positions, slots)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""
-        self.verifier.drop_plan()
+        self._leave_verify()
         prefilled = self.prefill.run(batch)
         anchors = prefilled.anchors
         result = prefilled.result
@@ -141,5 +140,9 @@ class DFlashWorker:
 
     def before_new_weights(self) -> None:
         """SGLang may capture the target's graphs again, and it knows those of whole blocks only."""
+        self._leave_verify()
+
+    def _leave_verify(self) -> None:
+        """Give SGLang the attention backend that it made, and drop what is planned on any."""
         self.verifier.drop_plan()
         self.graphs.use_whole()

@@ -1,5 +1,5 @@
 """`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
-[--plain | --itself | --builtin]`
+[--plain | --itself | --builtin] [--any-rows SEED]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -7,8 +7,8 @@ is printed with its number; `--only NUMBER` replays it alone. `--itself` replace
 by a second one without speculation, and so shows what company alone changes. `--plain` asks
 a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
 company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH, whose server ends if two
-requests of a batch have a custom_logit_processor each (`--without` it). A run that compares nothing
-fails.
+requests of a batch have a custom_logit_processor each (`--without` it). With `--any-rows`, each
+step verifies any rows of its batch. A run that compares nothing fails.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
     ADAPTERS,
     ALL_FEATURES,
+    ANY_ROWS,
     FULL,
     running,
     with_adapters,
@@ -71,6 +72,7 @@ def main() -> int:
     )
     sides.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     sides.add_argument("--builtin", action="store_true", help="SGLang's own DFLASH, not ours")
+    parser.add_argument("--any-rows", metavar="SEED", help="verify any rows, whatever pays")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="FEATURE", help="leave out requests with these"
     )
@@ -98,9 +100,11 @@ def main() -> int:
             served = without_speculation(*both, *flags)
         else:
             ours = (*ALL_FEATURES, *both, *own, *flags)
-            plugins = {"SGLANG_PLUGINS": BUILT_IN} if arguments.builtin else {}
+            environment = {"SGLANG_PLUGINS": BUILT_IN} if arguments.builtin else {}
+            if arguments.any_rows:
+                environment[ANY_ROWS] = arguments.any_rows
             family = arguments.family
-            served = running(*ours, dflash=True, environment=plugins, family=family)
+            served = running(*ours, dflash=True, environment=environment, family=family)
         other = stack.enter_context(served)
         asks_plainly = arguments.plain or arguments.itself
 

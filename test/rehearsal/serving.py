@@ -16,6 +16,7 @@ from sglang_dflash.method.noise import SHARES, gumbel
 from sglang_dflash.step.noise import is_sampled
 from test.adapters import adapter_id
 from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
+from test.cuts import verify_any_rows
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
@@ -182,10 +183,20 @@ def assert_right_so_far(reqs: dict[str, Any], asked: dict[str, Asked]) -> None:
 
 
 def served(
-    folder: Path, asked: dict[str, Asked], backend: str | None, apart: int = 2, **flags: Any
+    folder: Path,
+    asked: dict[str, Asked],
+    backend: str | None,
+    apart: int = 2,
+    any_rows: bool = False,
+    **flags: Any,
 ) -> tuple[dict[str, Any], Drafts]:
-    """Serve with these flags and check the answers. Returns the requests and all drafts."""
+    """Serve with these flags and check the answers. Returns the requests and all drafts.
+
+    any_rows: of each block, whatever pays, are verified. The width is `auto`.
+    """
     with engine(folder, backend, **flags) as run:
+        if any_rows:
+            verify_any_rows(run.worker)
         drafts = recorded(run)
         reqs = serve(run, asked, apart)
     assert_exact(reqs, asked)

@@ -239,7 +239,8 @@ def test_context_kv_equals_its_reference(
 
 @pytest.mark.parametrize("width", [1, 5, 16])
 @pytest.mark.parametrize("given", [True, False])
-def test_acceptance_equals_its_reference(width: int, given: bool) -> None:
+@pytest.mark.parametrize("ragged", [True, False])
+def test_acceptance_equals_its_reference(width: int, given: bool, ragged: bool) -> None:
     torch.manual_seed(width)
     rows = 40
     drawn = torch.randint(3, (rows, width), device=CUDA)
@@ -247,7 +248,8 @@ def test_acceptance_equals_its_reference(width: int, given: bool) -> None:
     block = torch.randint(3, (rows, width + 2), device=CUDA)[:, :width]
     block[::2, 1:] = drawn[::2, :-1]
     count = torch.randint(width, (rows,), device=CUDA) if given else None
-    asked = block, drawn, slots, torch.randint(90, (rows,), device=CUDA), 80, count
+    widths = torch.randint(1, width + 1, (rows,), device=CUDA) if ragged else None
+    asked = block, drawn, slots, torch.randint(90, (rows,), device=CUDA), 80, count, widths
     for ours, reference in zip(launch_accept(*asked), accept_in_torch(*asked), strict=True):
         assert torch.equal(ours.cpu(), reference.cpu())
 
@@ -350,3 +352,7 @@ def test_tables_are_those_of_the_requests(page: int) -> None:
         held = -(-length // page)
         assert torch.equal(found[:held], table[row, :length:page].int() // page)
         assert bool((found[held:] == -1).all())
+    widths, starts = torch.tensor([5, 0, 8]).int(), torch.zeros(4, dtype=torch.int32, device=CUDA)
+    fill_tables(*given, width, page, filled, pages, widths.to(CUDA), starts)
+    assert filled.tolist() == (lens + widths).tolist()
+    assert starts.tolist() == [0, 5, 5, 13]

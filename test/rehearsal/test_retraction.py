@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.settings.options import VERIFY_WIDTH
+from test.cuts import verify_any_rows
 from test.rehearsal.mutation import mutate
-from test.rehearsal.serving import Asked, N, answer, assert_exact, engine, once_each, serve
+from test.rehearsal.serving import (
+    Asked,
+    N,
+    answer,
+    assert_exact,
+    engine,
+    once_each,
+    serve,
+)
 from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
@@ -27,7 +37,15 @@ def test_memory_that_is_not_counted(small: Path, monkeypatch: pytest.MonkeyPatch
         crowded(small, "fa3", 1)
 
 
-def crowded(small: Path, backend: str, page: int) -> None:
+@pytest.mark.parametrize(("backend", "page"), once_each(["fa3", "triton"], [16, 1]))
+def test_retraction_with_any_rows(
+    small: Path, monkeypatch: pytest.MonkeyPatch, backend: str, page: int
+) -> None:
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    crowded(small, backend, page, any_rows=True)
+
+
+def crowded(small: Path, backend: str, page: int, any_rows: bool = False) -> None:
     options = N | {"max_new_tokens": 40}
     asked = answer(small, {str(i): Asked(prompt(920 + i, 20), options) for i in range(4)})
     flags: dict[str, Any] = {
@@ -37,6 +55,8 @@ def crowded(small: Path, backend: str, page: int) -> None:
         "cuda_graph_bs": [4],
     }
     with engine(small, backend, **flags) as run:
+        if any_rows:
+            verify_any_rows(run.worker)
         free = run.allocator.available_size()
         reqs = serve(run, asked, apart=0)
         run.scheduler.flush_cache()

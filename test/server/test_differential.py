@@ -15,6 +15,7 @@ from test.servers import (
     ADAPTERS,
     AHEAD,
     ALL_FEATURES,
+    ANY_ROWS,
     FULL,
     Client,
     running,
@@ -46,6 +47,23 @@ def check(report: Report, compared: int) -> None:
 def test_random_requests(server: Client, reference: Client, request: pytest.FixtureRequest) -> None:
     seed = SEEDS[request.node.callspec.params["server"]]
     check(compare(seed, range(COMPARED), reference.url, server.url), COMPARED)
+
+
+@pytest.mark.skipif(not releases.OWN_STEP, reason="SGLang's own worker verifies whole blocks")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.ci),
+        pytest.param(CROSS["page 16, TP 2, small"], marks=pytest.mark.full),
+    ],
+    ids=["page 1", "page 16, TP 2, small"],
+)
+def test_random_requests_with_any_rows(flags: tuple[str, ...], reference: Client) -> None:
+    """Each step verifies any number of rows, and any of its requests."""
+    with running(*ALL_FEATURES, *flags, dflash=True, environment={ANY_ROWS: "5"}) as server:
+        check(compare(14, range(COMPARED), reference.url, server.url), COMPARED)
+        counts = server.generate("def add(", max_new_tokens=80, ignore_eos=True)["meta_info"]
+    assert counts["spec_num_proposed_drafts"] < 15 * counts["spec_verify_ct"]
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from sglang_dflash.adaptive.verify_width import AdaptiveChoice
-from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.checkpoints import VOCAB
+from test.cuts import verify_any_rows
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 
@@ -99,34 +97,15 @@ def force(engine: InProcess, accept: Callable[[Any], int]) -> Forced:
     return forced
 
 
-def verify_parts(engine: InProcess, part: Callable[[Block], Block]) -> None:
-    """Verify this part of every block, whatever pays; the policy learns from it all the same."""
-    policy = engine.worker.verify_width
-
-    def choose(block: Block, reqs: list[Any]) -> AdaptiveChoice:
-        assert block.probabilities is not None
-        verified, probabilities = part(block), block.probabilities.cpu().numpy()
-        kinds = [(policy._greedy, np.full(len(reqs), True))]
-        return AdaptiveChoice(verified, probabilities, np.array(verified.lens), kinds)
-
-    policy.choose, policy.verifies_whole = choose, lambda _: False
-
-
 @pytest.fixture
 def cut_apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[InProcess], None]:
     """Makes an engine verify any part of each block, all alike where it serves no ragged ones."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    rng = random.Random(8)
 
-    def some(block: Block) -> Block:
-        return block.cut(np.array([rng.randint(1, block.width) for _ in block.slots]))
+    def cut_some(engine: InProcess) -> None:
+        verify_any_rows(engine.worker)
 
-    def alike(block: Block) -> Block:
-        return block.first(rng.randint(1, block.width))
-
-    return lambda engine: verify_parts(
-        engine, some if engine.worker.verify_width._ragged else alike
-    )
+    return cut_some
 
 
 @pytest.fixture(params=[pytest.param("full", marks=pytest.mark.ci), "cut"])

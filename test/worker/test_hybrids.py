@@ -217,5 +217,5 @@ def test_width_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     with pair.serve(max_mamba_cache_size=9) as engine:  # three requests, fewer than the flag says
         assert engine.worker.model_runner.max_running_requests == 3
-        assert engine.worker.verify_width._ragged != engine.worker.model_runner.model_is_mrope
+        assert engine.worker.graphs.ragged != engine.worker.model_runner.model_is_mrope
         assert served(engine, pair) == pair.answers

@@ -116,12 +116,14 @@ def test_a_target_with_3d_positions_is_verified_in_part(
         with InProcess(str(tmp_path / "target"), path) as engine:
             if path is not None:
                 policy = engine.worker.verify_width
-                policy._step_times = StepTimes({(1, 3): 1.0, (1, 8): 2.0}, (3, 8))
+                alike = {(n, n * w): 1.0 + (w > 3) for n in range(1, 4) for w in range(1, 9)}
+                policy._step_times = StepTimes(dict.fromkeys(range(1, 4), 0.0), alike)
                 choose = policy.choose
 
                 def noted(block: Block, reqs: Any, choose: Any = choose) -> Any:
                     choice = choose(block, reqs)
-                    verified.append(choice.block.lens)
+                    assert choice.block.ragged is None
+                    verified.append([choice.block.width] * len(choice.block.slots))
                     return choice
 
                 policy.choose = noted

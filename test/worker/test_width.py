@@ -5,33 +5,34 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
+import re
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.adaptive import step_times
-from sglang_dflash.adaptive.throughput import (
-    StepTimes,
-)
-from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
-from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedChoice, FixedWidth
+from sglang_dflash.adaptive.throughput import StepTimes
+from sglang_dflash.adaptive.verify_graphs import NoGraphs, WidthGraphs
+from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedChoice, Shapes
 from sglang_dflash.errors import Refusal
+from sglang_dflash.kernels import Kernels
+from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.lm_head import Prediction
 from sglang_dflash.report.hooks import meta_info
 from sglang_dflash.report.metrics import AcceptanceHistogram
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from sglang_dflash.settings.options import VERIFY_WIDTH as VARIABLE
+from test.cuts import cut, verify_parts
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.traces import draft_kv
-from test.worker.conftest import Alone, Cut, facts, force, prompt, verify_parts
+from test.worker.conftest import Alone, Cut, facts, force, prompt
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -81,9 +82,9 @@ def test_context_kv_of_requests_cut_apart(
         forced.truth = {req.rid: e["ids"] for req, e in zip(reqs, expected, strict=True)}
 
         def unequal(block: Block) -> Block:
-            return block.cut(np.array([8, *(rng.randint(1, 7) for _ in block.slots[1:])]))
+            return cut(block, [8, *(rng.randint(1, 7) for _ in block.slots[1:])])
 
-        verify_parts(engine, unequal)
+        verify_parts(engine.worker, unequal)
         for _ in range(8):
             engine.step()
         for req in reqs:
@@ -136,29 +137,61 @@ def test_a_probability_that_is_no_number_counts_as_0(
 GREEDY: Any = SimpleNamespace(sampling_params=SimpleNamespace(top_k=1))
 
 
-def block_of(*probabilities: float) -> Block:
-    """A block of one request whose drafts have these probabilities."""
-    zeros = torch.zeros(1, len(probabilities) + 1, dtype=torch.int64)
-    return Block(zeros, zeros, zeros, torch.tensor([probabilities]))
+def block_of(*probabilities: list[float]) -> Block:
+    """A block whose requests have drafts of these probabilities."""
+    given = torch.tensor(probabilities)
+    zeros = torch.zeros(len(given), given.shape[1] + 1, dtype=torch.int64)
+    return Block(zeros, zeros, zeros, given)
+
+
+def policy_of(times: dict[tuple[int, int], float], shapes: Shapes) -> AdaptiveWidth:
+    step_times = StepTimes({requests: 0.0 for requests, _ in times}, times)
+    return AdaptiveWidth(8, step_times, shapes, Kernels.on("cpu"), "cpu", queues_work=False)
 
 
 def test_one_width_for_all_where_a_probability_is_no_number() -> None:
     """If requests have equal widths, as on CUDA, an allowed width is still chosen."""
-    times = StepTimes({(1, width): 2.0 + width for width in (2, 4, 8)}, (2, 4, 8))
-    policy, block = AdaptiveWidth(8, times, ragged=False), block_of(*[0.9] * 3, 0.0, *[0.9] * 3)
+    shapes = NoGraphs((2, 4, 8), ragged=False)
+    policy = policy_of({(1, width): 2.0 + width for width in (2, 4, 8)}, shapes)
+    block = block_of([*[0.9] * 3, 0.0, *[0.9] * 3])
     chosen = [policy.choose(block, [GREEDY]).block.width for _ in range(2)]
     assert chosen == [8, 4]  # the first step is a probe of whole blocks
 
 
 def test_blocks_are_whole_where_nothing_can_be_gained() -> None:
-    """The host then does not wait for the draft, and the verify can be planned ahead."""
-    times = StepTimes({(1, 4): 1.0, (1, 8): 1.05, (4, 4): 1.0, (4, 8): 1.2}, (4, 8))
-    policy = AdaptiveWidth(8, times, ragged=False)
-    assert [policy.verifies_whole(requests) for requests in (1, 4)] == [True, False]
-    block = block_of(*[0.9] * 7)
+    """The device then chooses nothing."""
+    times = {(1, 4): 1.0, (1, 8): 1.04, (4, 16): 1.0, (4, 32): 1.2}
+    policy, block = policy_of(times, NoGraphs((4, 8), ragged=True)), block_of([0.9] * 7)
     assert policy.choose(block, [GREEDY]) == FixedChoice(block)
-    assert not AdaptiveWidth(8, times, ragged=True).verifies_whole(1)
-    assert [FixedWidth(width, 8).verifies_whole(1) for width in (8, 5)] == [True, False]
+    many = block_of(*[[0.9] * 7] * 4)
+    assert not isinstance(policy.choose(many, [GREEDY] * 4), FixedChoice)
+
+
+def test_the_likeliest_rows_of_a_batch() -> None:
+    """Sure drafts get the rows of doubtful ones; each request keeps its anchor."""
+    options = {(3, 3 * width): 4.0 + width for width in range(1, 9)}
+    policy = policy_of(options, NoGraphs(range(1, 9), ragged=True))
+    block = block_of([0.99] * 7, [0.9, 0.2, *[0.9] * 5], [0.01] * 7)
+    first, second = (policy.choose(block, [GREEDY] * 3).block for _ in range(2))
+    assert first is block  # a probe
+    assert second.rows == 12
+    assert second.lens is not None
+    assert second.lens.tolist() == [8, 3, 1]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_greedy_and_sampled_drafts_are_counted_apart(sampled: bool) -> None:
+    """What became of greedy drafts says nothing of sampled ones."""
+    policy = policy_of({(1, w): 4.0 + w for w in range(1, 9)}, NoGraphs(range(1, 9), ragged=True))
+    params = SimpleNamespace(top_k=20 if sampled else 1)
+    later: Any = SimpleNamespace(sampling_params=params)
+    block = block_of([0.9] * 7)
+    for _ in range(60):
+        widths = torch.tensor([8])
+        outcome = Outcome(torch.zeros(1, 8, dtype=torch.int64), torch.tensor([0]), widths)
+        policy.choose(block, [GREEDY]).learn(outcome)
+    rows = policy.choose(block, [later]).block.rows
+    assert rows == (8 if sampled else 1)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +233,15 @@ def test_every_width_has_its_own_attention_backend(
             return made[width]
 
         monkeypatch.setattr(ModelRunner, "_get_attention_backend", noted)
-        graphs = VerifyGraphs(runner, (2, 4, 8), ragged=False)
+        graphs = WidthGraphs(runner, (2, 4, 8))
         assert runner.server_args.speculative_num_draft_tokens == 8
         assert sorted(made) == [2, 4, 8]
+        block = block_of([0.9] * 7)
         for width, backend in made.items():
-            graphs.use(width)
+            graphs.use(block.first(width))
             assert runner.attn_backend is backend
-        graphs.use(8)
+        graphs.use_whole()
+        assert runner.attn_backend is made[8]
 
 
 def test_graphs_of_a_width_are_made_as_sglang_makes_them() -> None:
@@ -262,12 +297,9 @@ def test_measuring_ends_in_time(
     monkeypatch.setattr(step_times, "MOST_SECONDS", 0)
     with InProcess(target, draft, max_running_requests=8, log_level="info") as engine:
         times = engine.worker.verify_width._step_times
-        assert times.at(8).tolist() == times.at(1).tolist()
-    lines = capfd.readouterr().err.splitlines()
-    [head] = [
-        i
-        for i, line in enumerate(lines)
-        if line.endswith("draft  verify 1  verify 2  verify 4  verify 8")
-    ]
-    assert lines[head + 1].split()[0] == "1"
-    assert lines[head + 2].startswith("[")  # the next record
+        assert times.at(8, [1, 8]).tolist() == times.at(1, [1, 8]).tolist()
+    log = capfd.readouterr().err
+    number = r"\d+\.\d"
+    shown = rf" 1 requests: draft {number}, verify 1: {number} 2: {number} 4: {number} 8: {number}$"
+    assert re.search(shown, log, re.MULTILINE)
+    assert " 2 requests: draft" not in log

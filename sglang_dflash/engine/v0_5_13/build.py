@@ -6,11 +6,13 @@ import logging
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.adaptive.row_graphs import RowGraphs
 from sglang_dflash.adaptive.step_times import StepTimer
-from sglang_dflash.adaptive.verify_graphs import VerifyGraphs
+from sglang_dflash.adaptive.verify_graphs import NoGraphs, WidthGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.engine.v0_5_13.draft_worker import make_draft_worker
@@ -91,9 +93,20 @@ def build_worker(
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(noise, rules, kernels)
-    graphs = VerifyGraphs(target, options.verify_widths, platform.ragged_widths)
+    graphs = _verify_graphs(server_args, options, target)
     verifier = Verifier(target_worker, sampler, noise, rules, graphs, kernels, clock)
-    verify_width = _verify_width(server_args, options, target, drafter, verifier, context_kv)
+    verify_width: VerifyWidth = FixedWidth(options.verify_widths[0])
+    if len(options.verify_widths) > 1:
+        window_size = server_args.speculative_draft_window_size
+        parts = target, drafter, verifier, context_kv, window_size
+        verify_width = AdaptiveWidth(
+            options.block_size,
+            StepTimer(*parts, options.block_size, graphs, kernels).measure(),
+            graphs,
+            kernels,
+            target_worker.device,
+            platform.queues_work,
+        )
     next_draft: NextDraft = DraftLater()
     if options.draft_ahead:
         next_draft = DraftAhead(
@@ -126,23 +139,33 @@ def build_worker(
     )
 
 
-def _verify_width(
-    server_args: ServerArgs,
-    options: Options,
-    target: ModelRunner,
-    drafter: Drafter,
-    verifier: Verifier,
-    context_kv: ContextKV,
-) -> VerifyWidth:
-    """The policy for these widths. `auto` measures the times of steps first."""
-    widths, block_size = options.verify_widths, options.block_size
-    if len(widths) == 1:
-        return FixedWidth(widths[0], block_size)
-    window = server_args.speculative_draft_window_size
-    timer = StepTimer(target, drafter, verifier, context_kv, window, block_size)
-    # SGLang's 3-D positions need equal widths.
-    ragged = platform_of(server_args).ragged_widths and not target.model_is_mrope
-    return AdaptiveWidth(block_size, timer.measure(widths), ragged)
+def _verify_graphs(
+    server_args: ServerArgs, options: Options, target: ModelRunner
+) -> NoGraphs | WidthGraphs | RowGraphs:
+    """What a step may verify."""
+    widths = options.verify_widths
+    if platform_of(server_args).ragged_widths:
+        return NoGraphs(widths, ragged=not target.model_is_mrope)
+    if len(widths) > 1 and _takes_any_rows(server_args, target):
+        return RowGraphs(target)
+    return WidthGraphs(target, widths)
+
+
+def _takes_any_rows(server_args: ServerArgs, target: ModelRunner) -> bool:
+    """Whether every part of SGLang serves requests with different numbers of rows on a GPU."""
+    backend = verify_backend(server_args)
+    views_equal_widths = (
+        target.model_is_mrope
+        or target.is_hybrid_swa
+        or target.mambaish_config is not None
+        or target.kv_cache_dtype != target.dtype  # scales have a row for each request of a graph
+        or server_args.enable_deterministic_inference
+        or server_args.kv_canary != "none"
+        or enable_num_token_non_padded()
+    )
+    graphs = target.graph_runner
+    has_graphs = graphs is not None and graphs.max_bs > 1  # of one request all rows are free
+    return has_graphs and backend in ("fa3", "triton") and not views_equal_widths
 
 
 def _keep_block_in_pool(target: TpModelWorker, reserved: int) -> None:

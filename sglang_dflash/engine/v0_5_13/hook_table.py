@@ -266,6 +266,13 @@ CUDA_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "layers.attention.triton_backend.TritonAttnBackend._update_target_verify_buffers",
+        "AFTER",
+        "backends.triton:fill_starts",
+        "SGLang's verifies have as many rows of every request",
+        process_serves_dflash,
+    ),
+    Hook(
         "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.__init__",
         "AFTER",
         "backends.flashinfer:plan_on_host",

@@ -89,6 +89,8 @@ def flash_attention_3(
         raise DeviceError(f"FlashAttention 3 has no kernel for {q.dtype} and {k.dtype}")
     ends, used, tables = cu_seqlens_q.tolist(), seqused_k.tolist(), page_table.long()
     page = k.shape[1]
+    if ends[-1] > len(q):
+        raise DeviceError(f"{ends[-1]} queries, but there are only {len(q)}")
     if scheduler_metadata is not None:
         expected = make_schedule(
             len(used),

@@ -70,15 +70,15 @@ class TestDecodeCorrectness(BasicDecodeCorrectnessMixin, Kit):
         assert final_answer(text) == example.check
 
     def test_capital_france(self) -> None:
-        """World knowledge: a held-out word problem is solved instead."""
+        """World knowledge: a held-out word problem instead."""
         self.solve(WORD[0])
 
     def test_basic_math(self) -> None:
-        """Mental arithmetic: a held-out word problem with its working is solved instead."""
+        """Mental arithmetic: a held-out word problem with its working instead."""
         self.solve(WORD[1])
 
     def test_color_completion(self) -> None:
-        """World knowledge: a held-out record is written instead."""
+        """World knowledge: a held-out record instead."""
         text = self._decode_generate(chat(RECORD.prompt), self.sanity_max_new_tokens_long)
         assert json.loads(text) == RECORD.check
 
@@ -88,7 +88,7 @@ class TestSchedulerStress(BasicSchedulerStressMixin, Kit):
     test_long_prompt = pytest.mark.full(BasicSchedulerStressMixin.test_long_prompt)
 
     def test_streaming_response(self) -> None:
-        """World knowledge: the stream of a held-out word problem ends in its answer instead."""
+        """World knowledge: a held-out word problem instead."""
         body = {
             "text": chat(WORD[0].prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": 160},
@@ -103,7 +103,7 @@ class TestSchedulerStress(BasicSchedulerStressMixin, Kit):
         assert final_answer(texts[-1]) == WORD[0].check
 
     def test_concurrent_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """World knowledge: eight held-out word problems are asked at once instead."""
+        """World knowledge: eight held-out word problems instead."""
         questions = [(chat(e.prompt), f"the answer is {e.check}.") for e in WORD]
         monkeypatch.setattr(stress_kit, "_CONCURRENT_PREFIX", "")  # the chat format is shared
         monkeypatch.setattr(stress_kit, "_CONCURRENT_QA", questions)
@@ -127,7 +127,7 @@ class TestEBNF(EBNFConstrainedMixin, Kit):
         super()._run_decode_ebnf(ebnf=bounded(ebnf), **asked)
 
     def test_ebnf_generate_complex_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """World knowledge: the prompt states the facts, and the grammar the order of the fields."""
+        """World knowledge: the prompt states the facts."""
         ebnf = r"""
         root ::= "{\"name\": " text ", \"age\": " [1-9] [0-9]* ", \"city\": " text "}"
         text ::= "\"" [a-zA-Z0-9 ]+ "\""
@@ -156,7 +156,7 @@ class TestRegex(RegexConstrainedMixin, Kit):
         super()._run_decode_regex(regex=bounded(regex), **asked)
 
     def test_regex_generate_complex_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """World knowledge: the record's facts stand in the prompt."""
+        """World knowledge: the prompt states the facts."""
         self.replace(monkeypatch, "_run_decode_regex", prompt=PERSON)
         super().test_regex_generate_complex_json()
 
@@ -207,17 +207,17 @@ class TestSpecCorrectness(SpecCorrectnessKit, Kit):
         return sum(meta["completion_tokens"] for meta in metas) / steps if steps else float("inf")
 
     def test_acc_length(self) -> None:
-        """A fixed accept length on a FastAPI server: asked of a held-out word problem instead."""
+        """A fixed accept length on a FastAPI server: a held-out word problem instead."""
         length = self.accept_length([chat(WORD[0].prompt)] * 5, max_new_tokens=512)
         assert length > self.acc_length_thres
 
     def test_batch_generation(self) -> None:
-        """A fixed accept length on world knowledge: asked of four word problems instead."""
+        """A fixed accept length on world knowledge: four word problems instead."""
         length = self.accept_length([chat(e.prompt) for e in WORD[:4]], max_new_tokens=50)
         assert length > self.batch_accept_len_thres
 
     def test_eos_token(self) -> None:
-        """1,024 tokens in Llama's chat format: a chat answer that does end in EOS instead."""
+        """1,024 tokens in Llama's chat format: a chat answer that ends in EOS instead."""
         answer = self.client.generate(
             chat(WORD[0].prompt), temperature=0.1, max_new_tokens=512, skip_special_tokens=False
         )
@@ -258,7 +258,7 @@ class TestSpecFeature(SpecFeatureKit, Kit):
         assert self.client.post("/generate", body).status_code == 200
 
     def test_constrained_decoding(self) -> None:
-        """A JSON of the model's own invention, of any length: a held-out record instead."""
+        """A JSON of any length: a held-out record instead."""
         answer = self.client.post(
             "/v1/chat/completions",
             {
