@@ -10,6 +10,7 @@ import pytest
 from triton.compiler.errors import CompilationError
 
 from sglang_dflash.kernels import store_kv
+from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.checkpoints import write_draft, write_target
 from test.rehearsal.device import kernels
 from test.rehearsal.serving import HEADS, N, engine, once_each, small_draft
@@ -30,6 +31,7 @@ ALLOCATION = "srt.mem_cache.triton_ops.allocator:alloc_extend_kernel"
 MASK = "srt.constrained.triton_ops.bitmask_ops:apply_token_bitmask_inplace_kernel"
 HASH = "srt.layers.utils.hash:murmur_hash32_kernel"
 CONTEXT_KV = "sglang_dflash.kernels.store_kv:_store_kv"
+ROWS = ("_survival", "_choose_rows", "_learn_survival")
 
 
 @pytest.fixture
@@ -83,6 +85,16 @@ def test_all_that_serving_launches(
         run.run(*reqs)
     expected = {CONTEXT_KV, ACCEPT, BLOCK, ALLOCATION, MASK} | ({HASH} if seeded else set())
     assert expected <= compiled.keys()
+
+
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_choosing_rows(
+    small: Path, compiled: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Its kernels are launched at startup, so that no request waits for a compilation."""
+    monkeypatch.setenv(VERIFY_WIDTH, "auto")
+    with engine(small, backend, cuda_graph_bs=[4]):
+        assert {f"sglang_dflash.kernels.rows:{name}" for name in ROWS} <= compiled.keys()
 
 
 def test_an_annotated_argument_is_refused(
