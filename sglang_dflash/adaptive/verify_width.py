@@ -113,7 +113,7 @@ class AdaptiveWidth:
             self._kernels.learn_survival(
                 *given, outcome.num_accepted, outcome.widths, self._survival
             )
-            self._remember(copy.wait().numpy())
+            self._remember(copy.arrived().numpy())
 
         return AdaptiveChoice(cut, learn)
 

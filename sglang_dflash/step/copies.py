@@ -27,7 +27,11 @@ class HostCopy:
     def wait(self) -> Tensor:
         """The copy, once it has arrived."""
         if self._done is not None:
-            if not self._done.query():
-                self._done.synchronize()
+            self._done.synchronize()
             self._done = None
+        return self._copy
+
+    def arrived(self) -> Tensor:
+        """The copy, after the host has waited for a later one."""
+        assert self._done is None or self._done.query()
         return self._copy

