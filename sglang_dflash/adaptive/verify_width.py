@@ -98,7 +98,9 @@ class AdaptiveWidth:
 
     def choose(self, block: Block, reqs: list[Req]) -> FixedChoice | AdaptiveChoice:
         requests = len(reqs)
-        if self._verifies_whole(requests):
+        options = self._shapes.options(requests)
+        seconds = self._step_times.at(requests, options)
+        if seconds[-1] <= WORTH * seconds.min():
             return FixedChoice(block)
         probabilities = block.probabilities
         assert probabilities is not None
@@ -106,7 +108,12 @@ class AdaptiveWidth:
         given = probabilities, to_device(kinds, probabilities.device)
         scores = self._kernels.survival(*given, self._survival)
         known = self._gains if self._queues_work else self._gains_of(scores).numpy()
-        cut, gains = self._cut(block, scores, self._count(requests, known))
+        is_probe = self._steps % PROBE == 0
+        self._steps += 1
+        count = options[-1]
+        if not is_probe and known is not None:
+            count = best_rows(options, requests, known, seconds)
+        cut, gains = self._cut(block, scores, count)
         copy = HostCopy(gains)
 
         def learn(outcome: Outcome) -> None:
@@ -116,20 +123,6 @@ class AdaptiveWidth:
             self._remember(copy.arrived().numpy())
 
         return AdaptiveChoice(cut, learn)
-
-    def _verifies_whole(self, requests: int) -> bool:
-        """Whether fewer rows of so many requests save too little."""
-        seconds = self._step_times.at(requests, self._shapes.options(requests))
-        return bool(seconds[-1] <= WORTH * seconds.min())
-
-    def _count(self, requests: int, gains: Array | None) -> int:
-        """The rows of this step. gains: what they are known to be worth."""
-        options = self._shapes.options(requests)
-        is_probe = self._steps % PROBE == 0
-        self._steps += 1
-        if is_probe or gains is None:
-            return options[-1]
-        return best_rows(options, requests, gains, self._step_times.at(requests, options))
 
     def _cut(self, block: Block, scores: Tensor, count: int) -> tuple[Block, Tensor]:
         """The part of a block that has so many rows, and `_gains_of` these scores."""
