@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -24,6 +25,10 @@ class WidthGraphs:
     def __init__(self, runner: ModelRunner, widths: Sequence[int]) -> None:
         """widths: ascending."""
         self._runner, self._widths = runner, widths
+        # What of SGLang is made for one width: owners and names.
+        self._made: list[tuple[Any, str]] = [(runner, "attn_backend"), (runner, "graph_runner")]
+        if runner.server_args.enable_lora:
+            self._made.append((runner.lora_manager.lora_backend, "cuda_graph_batch_info"))
         self.capture()
 
     def options(self, requests: int) -> list[int]:
@@ -32,15 +37,20 @@ class WidthGraphs:
     measured = options
 
     def capture(self) -> None:
-        """Make the pairs of all widths except the whole block's, which the runner already has."""
+        """Make the parts of all widths except the whole block's, which the runner already has."""
         runner, args, graphs = self._runner, self._runner.server_args, self._runner.graph_runner
         block_size = args.speculative_num_draft_tokens
-        self._pairs = {block_size: (runner.attn_backend, graphs)}
+        self._parts = {block_size: self._now()}
         for width in set(self._widths) - {block_size}:
-            with temporarily(args, speculative_num_draft_tokens=width):  # both are made for it
-                backend = runner._get_attention_backend()
-                captured = graphs and type(graphs)(runner, attn_backend=backend)
-            self._pairs[width] = backend, captured
+            with temporarily(args, speculative_num_draft_tokens=width):  # all are made for it
+                runner.attn_backend = backend = runner._get_attention_backend()
+                runner.graph_runner = graphs and type(graphs)(runner, attn_backend=backend)
+            self._parts[width] = self._now()
+        self.use_whole()
+
+    def _now(self) -> list[Any]:
+        """The parts of the width that the runner has now. Without graphs, LoRA has none."""
+        return [getattr(owner, name, None) for owner, name in self._made]
 
     def use(self, block: Block) -> None:
         self._use(block.width)
@@ -49,7 +59,8 @@ class WidthGraphs:
         self._use(self._runner.server_args.speculative_num_draft_tokens)
 
     def _use(self, width: int) -> None:
-        self._runner.attn_backend, self._runner.graph_runner = self._pairs[width]
+        for (owner, name), part in zip(self._made, self._parts[width], strict=True):
+            setattr(owner, name, part)
 
     def forward_batch(
         self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 
 from sglang_dflash.errors import WITHOUT_DFLASH, Rule
 from sglang_dflash.settings.facts import Facts
-from sglang_dflash.settings.options import VERIFY_WIDTH, given_flags
+from sglang_dflash.settings.options import given_flags
 from sglang_dflash.settings.platforms import PLATFORMS
 
 TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
@@ -335,13 +335,6 @@ RULES: tuple[Rule[Facts], ...] = (
         "--lora-backend {f.args.lora_backend} does not serve LoRA adapters with DFLASH "
         "{f.platform.place}.",
         "Give --lora-backend {f.lora_backends}.",
-    ),
-    Rule(
-        "`--speculative-dflash-verify-width auto` with adapters",
-        lambda f: f.adapters and f.verify_width == "auto",
-        f"--speculative-dflash-verify-width (or {VERIFY_WIDTH}) auto does not work with LoRA "
-        "adapters: SGLang prepares them for one width.",
-        "Give full, or a number of positions.",
     ),
     Rule(
         "`--api-key`, `--admin-api-key` with `--enable-http2`",

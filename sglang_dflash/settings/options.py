@@ -31,8 +31,7 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         FLAGS[VERIFY_WIDTH],
         metavar="{full,N,auto}",
         help="Number of positions of a DFLASH block that the target verifies. auto verifies the "
-        "likeliest of the batch, as many as pay. Default: auto on a CPU, full on CUDA "
-        "and with LoRA adapters.",
+        "likeliest of the batch, as many as pay. Default: auto on a CPU, full on CUDA.",
     )
     parser.add_argument(
         FLAGS[DRAFT_AHEAD],
@@ -123,8 +122,7 @@ class Options:
 
 def asked_width(server_args: Any) -> str:
     """The verify width as it is given, or its default."""
-    default = "full" if has_adapters(server_args) else platform_of(server_args).verify_width
-    return _asked(VERIFY_WIDTH, default)
+    return _asked(VERIFY_WIDTH, platform_of(server_args).verify_width)
 
 
 def asked_ahead(server_args: Any) -> str:

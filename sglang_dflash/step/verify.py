@@ -210,6 +210,9 @@ class Verifier:
         forward = self._graphs.forward_batch(block, rows, seq_lens, seq_lens_cpu)
         if self._runner.model_is_mrope:
             forward.mrope_positions = forward.positions.expand(3, -1)
+        if self._runner.server_args.enable_lora:
+            forward.lora_ids = [None] * len(rows)
+            self._runner.lora_manager.prepare_lora_batch(forward)
         return self._runner.forward(forward).logits_output
 
 

@@ -29,7 +29,6 @@ from test.servers import (
     ADAPTERS,
     ALL_FEATURES,
     ANY_ROWS,
-    FULL,
     running,
     with_adapters,
     without_speculation,
@@ -65,7 +64,7 @@ def main() -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--hybrid", action="store_true", help="the target of training.hybrid")
     kind.add_argument("--mla", action="store_true", help="a random target with latent attention")
-    parser.add_argument("--adapters", action="store_true", help="LoRA adapters, at full width")
+    parser.add_argument("--adapters", action="store_true", help="LoRA adapters")
     sides = parser.add_mutually_exclusive_group()
     sides.add_argument(
         "--plain", action="store_true", help="only requests that SGLang itself serves in company"
@@ -94,7 +93,6 @@ def main() -> int:
             own += ["--speculative-draft-model-path", str(draft)]
         if names:
             both += with_adapters(folder)
-            own += FULL
         plain = stack.enter_context(without_speculation(*both))
         if arguments.itself:
             served = without_speculation(*both, *flags)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.tiny import TARGET
 from test.adapters import adapter_id, write_adapter
+from test.cuts import verify_any_rows
 from test.gpu.conftest import DRY_RUN, ON_GPU, N, engine, prompts
 from test.inprocess import InProcess
 
@@ -49,14 +51,24 @@ def truth(native: None, flags: dict[str, Any]) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", ["graphs", "eager", "auto"])
 @pytest.mark.parametrize("backend", ["csgmv", "triton"])
 def test_fp32_tokens_are_the_targets(
-    flags: dict[str, Any], truth: Answers, backend: str, graphs: bool
+    flags: dict[str, Any],
+    truth: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    kind: str,
 ) -> None:
-    """Requests with different adapters join one after another. All tokens are the target's."""
+    """Requests with different adapters join one after another. All tokens are the target's.
+
+    auto: each step takes another of all verify widths.
+    """
+    monkeypatch.setenv(VERIFY_WIDTH, "auto" if kind == "auto" else "full")
     reqs = []
-    with engine(**flags, lora_backend=backend, disable_cuda_graph=not graphs) as run:
+    with engine(**flags, lora_backend=backend, disable_cuda_graph=kind == "eager") as run:
+        if kind == "auto":
+            verify_any_rows(run.worker)
         for name, ids in zip(NAMES, prompts(len(NAMES)), strict=True):
             reqs.append(add(run, name, ids))
             run.step()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_dflash.adaptive.verify_graphs import WidthGraphs
+from sglang_dflash.adaptive.verify_width import AdaptiveWidth
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.targets import lora as adapters
 from test.adapters import write_adapter
 from test.checkpoints import write_draft
+from test.cuts import verify_any_rows
 from test.rehearsal.serving import Asked, N, add, engine, forced, small_draft, write_hybrid_pair
 from test.worker.conftest import facts, prompt
 
@@ -52,10 +56,17 @@ def asked(small: Path, flags: dict[str, Any]) -> Asks:
     return found
 
 
-def right(small: Path, asked: Asks, **flags: Any) -> bool:
-    """Serve the requests, which join one after another. Whether all answers are right."""
+def right(small: Path, asked: Asks, width: str = "full", **flags: Any) -> bool:
+    """Serve the requests, which join one after another. Whether all answers are right.
+
+    With several verify widths, all of them are used in turn.
+    """
     reqs = []
-    with engine(small, "fa3", **flags) as run:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(VERIFY_WIDTH, width)
+        run = stack.enter_context(engine(small, "fa3", **flags))
+        if isinstance(run.worker.verify_width, AdaptiveWidth):
+            verify_any_rows(run.worker)
         drafts = forced(run)
         for name, one in asked:
             reqs.append(add(run, name, one))
@@ -70,9 +81,12 @@ def right(small: Path, asked: Asks, **flags: Any) -> bool:
 KINDS: list[dict[str, Any]] = [
     {"lora_backend": "csgmv"},
     {"lora_backend": "triton", "cuda_graph_bs": [2]},  # larger batches are eager
+    {"lora_backend": "csgmv", "width": "auto"},
 ]
 FURTHER: list[dict[str, Any]] = [
     {"lora_backend": "triton", "width": "5"},
+    {"lora_backend": "triton", "width": "auto"},
+    {"lora_backend": "triton", "width": "auto", "disable_cuda_graph": True},
     {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "width": "3", "cuda_graph_bs": [4]},
     {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "disable_cuda_graph": True},
     {"lora_backend": "triton", "disable_cuda_graph": True},
@@ -83,15 +97,8 @@ FURTHER: list[dict[str, Any]] = [
     "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)], ids=str
 )
 def test_equals_target(
-    small: Path,
-    flags: dict[str, Any],
-    asked: Asks,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: dict[str, Any],
+    small: Path, flags: dict[str, Any], asked: Asks, kind: dict[str, Any]
 ) -> None:
-    kind = dict(kind)
-    if "width" in kind:
-        monkeypatch.setenv(VERIFY_WIDTH, kind.pop("width"))
     assert right(small, asked, **flags | kind)
 
 
@@ -121,6 +128,18 @@ def test_segments_of_a_capture_are_too_few(
     """A mutation: graphs compute the segments that SGLang captures."""
     monkeypatch.setattr(adapters, "run_all_segments", lambda *_, **__: None)
     assert not right(small, asked, **flags, lora_backend="csgmv")
+
+
+def test_each_width_prepares_its_own_adapters(
+    small: Path, flags: dict[str, Any], asked: Asks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutation: adapters are prepared for the width that was captured last, whichever runs."""
+
+    def shared(graphs: WidthGraphs, width: int) -> None:
+        graphs._runner.attn_backend, graphs._runner.graph_runner, _ = graphs._parts[width]
+
+    monkeypatch.setattr(WidthGraphs, "_use", shared)
+    assert not right(small, asked, "auto", **flags, lora_backend="triton")
 
 
 @pytest.mark.full

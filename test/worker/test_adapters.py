@@ -14,10 +14,11 @@ from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.errors import Refusal
-from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.adapters import adapter_id, merged, vocabulary_of, write_adapter
 from test.arguments import arguments
 from test.checkpoints import draft_config, draft_weights, write_draft
+from test.cuts import verify_any_rows
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
@@ -103,7 +104,9 @@ def served(engine: InProcess, forced: Forced, answers: list[dict[str, Any]]) -> 
 KINDS: list[Any] = [
     {},
     {"width": "3", "page_size": 16, "chunked_prefill_size": 16, "ahead": "on"},
-    pytest.param({"width": "full", "ahead": "on", "max_loras_per_batch": 2}, marks=pytest.mark.ci),
+    {"width": "full", "ahead": "on", "max_loras_per_batch": 2},
+    pytest.param({"width": "any rows", "ahead": "on"}, marks=pytest.mark.ci),
+    pytest.param({"width": "any rows", "max_loras_per_batch": 2}, marks=pytest.mark.ci),
 ]
 
 
@@ -117,10 +120,12 @@ def test_equals_target(
     kind: dict[str, Any],
 ) -> None:
     kind = dict(kind)
-    if "width" in kind:
-        monkeypatch.setenv(VERIFY_WIDTH, kind.pop("width"))
+    width = kind.pop("width", "auto")
+    monkeypatch.setenv(VERIFY_WIDTH, "auto" if width == "any rows" else width)
     monkeypatch.setenv(DRAFT_AHEAD, kind.pop("ahead", "off"))
     with InProcess(target, draft, **flags(folder) | kind) as engine:
+        if width == "any rows":
+            verify_any_rows(engine.worker)
         reqs = served(engine, forced_at_random(engine), answers)
     assert_equal(reqs, answers)
 
@@ -215,17 +220,6 @@ def lora(target: str, draft: str, **given: Any) -> ServerArgs:
 def test_refused_flags(target: str, draft: str, given: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=next(iter(given)).replace("_", "-")):
         lora(target, draft, **given)
-
-
-def test_one_width(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default becomes one width; `auto` is refused, whatever turns adapters on."""
-    monkeypatch.delenv(VERIFY_WIDTH, raising=False)
-    assert Options.read(lora(target, draft)).verify_widths == (8,)
-    assert len(Options.read(lora(target, draft, enable_lora=None)).verify_widths) > 1
-    monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    with pytest.raises(Refusal, match="auto does not work with LoRA"):
-        lora(target, draft, enable_lora=None, lora_paths=["one"])
-    assert lora(target, draft, enable_lora=False, lora_paths=["one"])
 
 
 def test_adapted_experts_are_refused(draft: str, tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ CPU_HOOKS = (
         "Triton kernel",
     ),
     Hook(
+        "lora.backend.torch_backend.generate_sequence_lengths",
+        "AROUND",
+        "cpu.v0_5_13.shims:tokens_of_requests",
+        "SGLang gives each request of a verify the same number of tokens",
+    ),
+    Hook(
         "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         "AROUND",
         "cpu.shims:apply_vocab_mask",

@@ -62,6 +62,13 @@ def alloc_decode(
     )
 
 
+def tokens_of_requests(original: Callable[..., Tensor], batch: Any, device: Any = None) -> Tensor:
+    """AROUND `generate_sequence_lengths` of LoRA's torch_native backend: [B] int32, on the host."""
+    if batch.forward_mode.is_target_verify():
+        return torch.tensor(batch.spec_info.lens, dtype=torch.int32)
+    return original(batch, device)
+
+
 def default_backend(server_args: Any) -> None:
     """BEFORE `ServerArgs._handle_cpu_backends`: torch_native, unless a backend is given.
 

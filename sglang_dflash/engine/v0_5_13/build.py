@@ -107,6 +107,8 @@ def build_worker(
             target_worker.device,
             platform.queues_work,
         )
+    # SGLang does it when it makes a batch, and for the width of that batch.
+    prepares_adapters = server_args.enable_lora and len(options.verify_widths) > 1
     next_draft: NextDraft = DraftLater()
     if options.draft_ahead:
         next_draft = DraftAhead(
@@ -116,7 +118,7 @@ def build_worker(
             verify_width,
             target_worker.model_config.context_len,
             exact_lengths=exact_lengths,
-            plans=verify_backend(server_args) != "flashinfer",
+            plans=verify_backend(server_args) != "flashinfer" and not prepares_adapters,
         )
     report = Report(server_args, draft, options, clock)
     report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
@@ -161,6 +163,7 @@ def _takes_any_rows(server_args: ServerArgs, target: ModelRunner) -> bool:
         or target.kv_cache_dtype != target.dtype  # scales have a row for each request of a graph
         or server_args.enable_deterministic_inference
         or server_args.kv_canary != "none"
+        or server_args.enable_lora
         or enable_num_token_non_padded()
     )
     graphs = target.graph_runner

@@ -7,7 +7,6 @@ import logging
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.engine.server_args import serve_draft
-from sglang_dflash.settings.options import has_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +27,6 @@ def handle_dflash(server_args: ServerArgs) -> None:
     sized = server_args.max_mamba_cache_size is not None
     if given is not None and not sized and server_args.disable_radix_cache:
         server_args.max_mamba_cache_size = given // server_args.dp_size
-    if has_adapters(server_args):
-        [width] = server_args.dflash.verify_widths
-        logger.info("DFLASH: LoRA adapters need one verify width, which is %d.", width)
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     if server_args.enable_flashinfer_allreduce_fusion:
         logger.info(ALL_REDUCE)
