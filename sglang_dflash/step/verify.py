@@ -211,8 +211,11 @@ class Verifier:
         if self._runner.model_is_mrope:
             forward.mrope_positions = forward.positions.expand(3, -1)
         if self._runner.server_args.enable_lora:
-            forward.lora_ids = [None] * len(rows)
-            self._runner.lora_manager.prepare_lora_batch(forward)
+            adapters = self._runner.lora_manager
+            known = list(adapters.loras)[: adapters.max_loras_per_batch] or [None]
+            adapters.fetch_new_loras(set(known))
+            forward.lora_ids = [known[i % len(known)] for i in range(len(rows))]
+            adapters.prepare_lora_batch(forward)
         return self._runner.forward(forward).logits_output
 
 

@@ -56,10 +56,11 @@ def asked(small: Path, flags: dict[str, Any]) -> Asks:
     return found
 
 
-def right(small: Path, asked: Asks, width: str = "full", **flags: Any) -> bool:
+def right(small: Path, asked: Asks, width: str = "full", anew: bool = False, **flags: Any) -> bool:
     """Serve the requests, which join one after another. Whether all answers are right.
 
-    With several verify widths, all of them are used in turn.
+    With several verify widths, all of them are used in turn. anew: graphs are captured a second
+    time, as after new weights.
     """
     reqs = []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
@@ -67,6 +68,10 @@ def right(small: Path, asked: Asks, width: str = "full", **flags: Any) -> bool:
         run = stack.enter_context(engine(small, "fa3", **flags))
         if isinstance(run.worker.verify_width, AdaptiveWidth):
             verify_any_rows(run.worker)
+        if anew:
+            run.worker.before_new_weights()
+            run.worker.model_runner.init_device_graphs()
+            run.worker.graphs.capture()
         drafts = forced(run)
         for name, one in asked:
             reqs.append(add(run, name, one))
@@ -82,11 +87,13 @@ KINDS: list[dict[str, Any]] = [
     {"lora_backend": "csgmv"},
     {"lora_backend": "triton", "cuda_graph_bs": [2]},  # larger batches are eager
     {"lora_backend": "csgmv", "width": "auto"},
+    {"lora_backend": "triton", "width": "auto"},
 ]
 FURTHER: list[dict[str, Any]] = [
     {"lora_backend": "triton", "width": "5"},
-    {"lora_backend": "triton", "width": "auto"},
     {"lora_backend": "triton", "width": "auto", "disable_cuda_graph": True},
+    {"lora_backend": "csgmv", "width": "auto", "cuda_graph_bs": [2]},
+    {"lora_backend": "csgmv", "width": "auto", "anew": True},
     {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "width": "3", "cuda_graph_bs": [4]},
     {"lora_backend": "csgmv", "max_lora_chunk_size": 64, "disable_cuda_graph": True},
     {"lora_backend": "triton", "disable_cuda_graph": True},

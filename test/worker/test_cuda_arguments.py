@@ -47,8 +47,7 @@ def test_drafting_ahead_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, device: str, ahead: bool
 ) -> None:
     monkeypatch.delenv(DRAFT_AHEAD, raising=False)
-    adapters = {"enable_lora": None, "lora_paths": None}
-    args = SimpleNamespace(device=device, speculative_num_draft_tokens=8, **adapters)
+    args = SimpleNamespace(device=device, speculative_num_draft_tokens=8)
     assert Options.read(args).draft_ahead is ahead
 
 

@@ -214,8 +214,7 @@ def test_widths_on_offer(
     if asked is not None:
         monkeypatch.setenv(VARIABLE, asked)
     for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
-        adapters = {"enable_lora": None, "lora_paths": None}
-        args = Namespace(device=device, speculative_num_draft_tokens=8, **adapters)
+        args = Namespace(device=device, speculative_num_draft_tokens=8)
         assert Options.read(args).verify_widths == expected
 
 
