@@ -95,12 +95,22 @@ class StepTimer:
         return time.perf_counter() - started
 
     def _verify(self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
-        output = self._verifier.dry_run(block, rows, seq_lens, seq_lens_cpu)
+        adapters = self._adapters(len(rows))
+        output = self._verifier.dry_run(block, rows, seq_lens, seq_lens_cpu, adapters)
         sampled = self._kernels.largest(output.next_token_logits).argmax.flatten()
         given = block.token_ids, block.unflatten(sampled), block.slots, seq_lens
         self._kernels.accept(*given, self._length, None, block.lens)
         slots = torch.ones_like(block.flatten(block.slots))  # any slot; no request uses it
         self._context_kv.write(output.hidden_states, block.flatten(block.positions), slots)
+
+    def _adapters(self, requests: int) -> list[str | None] | None:
+        """The adapters of dummy requests: those that the server has loaded, in turn."""
+        if not self._runner.server_args.enable_lora:
+            return None
+        manager = self._runner.lora_manager
+        loaded = list(manager.loras)[: manager.max_loras_per_batch] or [None]
+        manager.fetch_new_loras(set(loaded))
+        return [loaded[i % len(loaded)] for i in range(requests)]
 
     def _block(self, seq_lens: Tensor, rows: int) -> Block:
         """A block of so many rows, as equally many of each request as can be.

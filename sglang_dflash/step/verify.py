@@ -203,19 +203,24 @@ class Verifier:
         return tokens
 
     def dry_run(
-        self, block: Block, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor
+        self,
+        block: Block,
+        rows: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        lora_ids: list[str | None] | None,
     ) -> LogitsProcessorOutput:
-        """Run the target's forward over dummy slots, to time it."""
+        """Run the target's forward over dummy slots, to time it.
+
+        lora_ids: the adapter of each request. None: the target takes none.
+        """
         self._graphs.use(block)
         forward = self._graphs.forward_batch(block, rows, seq_lens, seq_lens_cpu)
         if self._runner.model_is_mrope:
             forward.mrope_positions = forward.positions.expand(3, -1)
-        if self._runner.server_args.enable_lora:
-            adapters = self._runner.lora_manager
-            known = list(adapters.loras)[: adapters.max_loras_per_batch] or [None]
-            adapters.fetch_new_loras(set(known))
-            forward.lora_ids = [known[i % len(known)] for i in range(len(rows))]
-            adapters.prepare_lora_batch(forward)
+        if lora_ids is not None:
+            forward.lora_ids = lora_ids
+            self._runner.lora_manager.prepare_lora_batch(forward)
         return self._runner.forward(forward).logits_output
 
 

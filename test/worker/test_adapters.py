@@ -130,6 +130,18 @@ def test_equals_target(
     assert_equal(reqs, answers)
 
 
+def test_step_times_are_those_of_adapters(
+    target: str, draft: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured with adapters that work, which are in their buffers from then on."""
+    for width, expected in (("auto", {"wide", "narrow"}), ("full", set())):
+        monkeypatch.setenv(VERIFY_WIDTH, width)
+        with InProcess(target, draft, **flags(folder)) as engine:
+            in_buffers = engine.worker.model_runner.lora_manager.memory_pool.uid_to_buffer_id
+            names = ("wide", "narrow")
+            assert {name for name in names if adapter_id(engine, name) in in_buffers} == expected
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("radix", [True, False])
 def test_hybrid_target(tmp_path: Path, radix: bool) -> None:

@@ -107,8 +107,8 @@ def build_worker(
             target_worker.device,
             platform.queues_work,
         )
-    # SGLang does it when it makes a batch, and for the width of that batch.
-    prepares_adapters = server_args.enable_lora and len(options.verify_widths) > 1
+    # SGLang prepares adapters when it makes a batch, so a width that is chosen ahead lacks them.
+    lacks_adapters = server_args.enable_lora and len(options.verify_widths) > 1
     next_draft: NextDraft = DraftLater()
     if options.draft_ahead:
         next_draft = DraftAhead(
@@ -118,7 +118,7 @@ def build_worker(
             verify_width,
             target_worker.model_config.context_len,
             exact_lengths=exact_lengths,
-            plans=verify_backend(server_args) != "flashinfer" and not prepares_adapters,
+            plans=verify_backend(server_args) != "flashinfer" and not lacks_adapters,
         )
     report = Report(server_args, draft, options, clock)
     report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
