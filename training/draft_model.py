@@ -7,6 +7,7 @@ its anchor and, without causality, itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Convolution(nn.Module):
 class Layer(nn.Module):
     attention_conv: Convolution | None = None
     mlp_conv: Convolution | None = None
+    causal = False  # in the block
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
@@ -123,7 +125,11 @@ class Layer(nn.Module):
         q_block = q.unflatten(3, (blocks, -1))
         scores = (q.flatten(2, 3) @ k.mT).view(*q_block.shape[:-1], length)
         scores = scores.masked_fill(hidden_context[:, None, None, :, None], -torch.inf)
-        seen = torch.cat([scores, q_block @ k_block.mT], dim=-1).softmax(-1).to(v.dtype)
+        of_block = q_block @ k_block.mT
+        if self.causal:
+            later = torch.ones(of_block.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            of_block = of_block.masked_fill(later, -torch.inf)
+        seen = torch.cat([scores, of_block], dim=-1).softmax(-1).to(v.dtype)
         context, block = seen.tensor_split([length], dim=-1)
         o = context.flatten(2, 4) @ v
         attended: Tensor = o.view_as(q_block) + block @ v_block
@@ -155,12 +161,19 @@ class Draft(nn.Module):
             layer.mlp_conv = Convolution(hidden, taps, group)
 
     def forward(
-        self, features: Tensor, ids: Tensor, anchors: Tensor, embed: nn.Embedding, size: int
+        self,
+        features: Tensor,
+        ids: Tensor,
+        anchors: Tensor,
+        embed: nn.Embedding,
+        size: int,
+        after_layer: Callable[[int, Tensor, Tensor], Tensor] = lambda _, x, __: x,
     ) -> Tensor:
         """Hidden states of every block.
 
         features: [B, S, K*H]; ids: [B, S] int64; anchors: [B, A] int64 positions; size:
-        of a block, N. -> [B, A, N, H]
+        of a block, N; after_layer: takes a layer's number and output, and the block's tokens.
+        -> [B, A, N, H]
         """
         batch, length = ids.shape
         count = anchors.shape[1]
@@ -172,7 +185,8 @@ class Draft(nn.Module):
         hidden_context = context_positions[:, None] >= anchors[:, :, None]
         context = self.hidden_norm(self.fc(features))
         x = embed(block)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             x = layer(x, context, positions, context_positions, hidden_context)
+            x = after_layer(i, x, block)
         normed: Tensor = self.norm(x)
         return normed

@@ -14,12 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang_dflash.tiny import DRAFT
+from training.causal import merged
 from training.export import write_checkpoint
 
 HEADS = Path(__file__).with_name("trained")  # a file per family: its own tensors only
 RANK = 32  # of the Markov head, of the candidate selector, and of Domino's correction
 GRU_SIZE = 64
 TAPS, GROUP = 2, 16  # of the convolutions
+LOW_RANK = 16  # of the changes that make the bundled draft causal
+MESSAGE = 48  # of DSpine's injection
+CODE = 64  # of a token, there
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `dflash_config`
     "dspark": (
         "DSparkDraftModel",
@@ -51,6 +55,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `
             "shift_label": False,
         },
     ),
+    "jetspec": ("DFlashDraftModel", {"causal_head": True}),
+    "dspine": ("DSpineDraftModel", {"causal": True}),
+}
+AT_TOP = {
+    "dspine": {"dspine_config": {"transfer_rank": CODE, "message_size": MESSAGE, "top_k": 16}}
 }
 
 
@@ -60,11 +69,11 @@ def assemble(family: str, folder: Path, heads: Path | None = None) -> Path:
     heads: its tensors. None: those in `HEADS`.
     """
     weights: dict[str, Tensor] = load_file(DRAFT / "model.safetensors")
-    weights |= load_file(heads or HEADS / f"{family}.safetensors")
+    weights = merged(weights | load_file(heads or HEADS / f"{family}.safetensors"))
     architecture, fields = FAMILIES[family]
     config = json.loads((DRAFT / "config.json").read_text())
     method = config["dflash_config"] | fields
-    config |= {"architectures": [architecture], "dflash_config": method}
+    config |= {"architectures": [architecture], "dflash_config": method} | AT_TOP.get(family, {})
     return write_checkpoint(folder / family, config, weights)
 
 

@@ -11,6 +11,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,9 +20,21 @@ from torch.nn import functional as F
 
 from sglang_dflash.tiny import DRAFT, TARGET
 from training.answers import write_answers
+from training.causal import make_causal, short_name
 from training.draft import WHOLE, Mix, batched, position_weights, read_answers
 from training.draft_model import Draft
-from training.families import FAMILIES, GROUP, GRU_SIZE, RANK, TAPS, assemble
+from training.families import (
+    CODE,
+    FAMILIES,
+    GROUP,
+    GRU_SIZE,
+    LOW_RANK,
+    MESSAGE,
+    RANK,
+    TAPS,
+    assemble,
+)
+from training.injection import Spine
 from training.run import Run
 from training.shapes import DRAFT_CONFIG
 from training.target import load_target
@@ -101,7 +114,27 @@ class PrefixGRU(nn.Module):
         return base + self.embed_proj(joined), None
 
 
-PARTS = {"dspark": Markov, "dflash2": Selector, "domino": PrefixGRU}
+class Chain(nn.Module):
+    """JetSpec as a chain: the LM head alone."""
+
+    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Markov.forward`."""
+        return base, None
+
+
+def spine(embed: nn.Embedding) -> Spine:
+    """DSpine: positions hear the one before them."""
+    return Spine(embed.weight, CODE, MESSAGE, DRAFT_CONFIG["num_hidden_layers"])
+
+
+PARTS: dict[str, Callable[[nn.Embedding], nn.Module]] = {
+    "dspark": Markov,
+    "dflash2": Selector,
+    "domino": PrefixGRU,
+    "jetspec": lambda _: Chain(),
+    "dspine": spine,
+}
+CAUSAL = ("jetspec", "dspine")
 
 
 def train(
@@ -116,17 +149,23 @@ def train(
     weights = load_file(DRAFT / "model.safetensors")
     draft.load_state_dict({name: weight.float() for name, weight in weights.items()})
     draft.requires_grad_(False)
-    convolved = family == "dflash2"
-    if convolved:
+    learns = family in ("dflash2", *CAUSAL)
+    if family == "dflash2":
         draft.convolve(TAPS, GROUP)
-    model = nn.ModuleDict({"draft": draft, "part": PARTS[family](embed)}).to(device)
+    if family in CAUSAL:
+        make_causal(draft, LOW_RANK)
+    part = PARTS[family](embed)
+    heard: tuple[Any, ...] = ()
+    if isinstance(part, Spine):
+        part.norm, heard = draft.norm.forward, (part.after_layer,)
+    model = nn.ModuleDict({"draft": draft, "part": part}).to(device)
     run = Run(model, LEARNING_RATE, steps, work / f"{family}.pt", muon=False)
     mix = Mix(read_answers(work / "answers.jsonl", target), batch)
     rng = random.Random(4 + run.done)
     for bar in run.steps_left(family):
         features, ids, at, lengths = batched(mix.draw(rng), anchors, rng, device)
-        with torch.set_grad_enabled(convolved), torch.autocast(device, dtype=torch.bfloat16):
-            hidden = draft(features, ids, at, embed, WHOLE)[:, :, 1:].float()
+        with torch.set_grad_enabled(learns), torch.autocast(device, dtype=torch.bfloat16):
+            hidden = draft(features, ids, at, embed, WHOLE, *heard)[:, :, 1:].float()
             base = F.linear(hidden, lm_head).float()
         loss, accepted, plain = _loss(model["part"], hidden, base, ids, at, lengths)
         run.step(loss)
@@ -167,9 +206,12 @@ def _loss(
 
 def _save(family: str, model: nn.ModuleDict, work: Path) -> None:
     """Write the trained parts alone, bfloat16, and the draft with them."""
-    own = {name: p for name, p in model["draft"].named_parameters() if p.requires_grad}
-    own |= dict(model["part"].named_parameters())
-    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in own.items()}
+    learnt = {name: p for name, p in model["draft"].named_parameters() if p.requires_grad}
+    own = {short_name(name): p for name, p in learnt.items()} | model["part"].state_dict()
+    weights = {
+        name: p.detach().to(torch.bfloat16 if p.is_floating_point() else p.dtype).cpu()
+        for name, p in own.items()
+    }
     file = work / f"{family}.safetensors"
     save_file(weights, file, metadata={"format": "pt"})
     assemble(family, work, file)
