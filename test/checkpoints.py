@@ -272,6 +272,31 @@ def selector_weights(
     }
 
 
+def injection_weights(
+    rank: int, message: int, layers: int = 2, rows: int = VOCAB, seed: int = 9
+) -> dict[str, Tensor]:
+    """Random weights of a DSpine draft's injection, large enough to change most drafts."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def drawn(outputs: int, inputs: int) -> Tensor:
+        values: Tensor = torch.randn(outputs, inputs, generator=rng) / inputs**0.5
+        return values
+
+    codes = drawn(rows, rank)
+    weights = {
+        "injection.message.weight": drawn(message, rank),
+        "injection.receiver_gate.weight": drawn(message, rank),
+        "injection.predecessor_gate.weight": drawn(message, rank),
+        "injection.bias": drawn(1, message)[0],
+        "transfer_codes": codes / codes.norm(dim=1, keepdim=True),
+        "transfer_ready": torch.tensor(True),
+    }
+    for layer in range(layers):
+        weights[f"injection.readouts.{layer}.weight"] = drawn(rank, HIDDEN)
+        weights[f"injection.writes.{layer}.weight"] = 2 * drawn(HIDDEN, message)
+    return weights
+
+
 def write_draft(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))

@@ -39,6 +39,8 @@ DRAFTS = (
     "speculators DSpark draft vocabulary",
     "DFlash 2 sliding, cap, scale",
     "speculators DFlash 2",
+    "DSpine sliding, cap, padded vocabulary",
+    "DSpine of Tencent",
     "Domino normalised",
     "Domino mask embedding",
 )
@@ -48,7 +50,15 @@ OTHER_FIELDS = (
     *("sliding_window", "use_sliding_window", "max_window_layers", "num_target_layers"),
     *("target_hidden_size", "sample_from_anchor", "is_causal", "hidden_act", "rms_norm_eps"),
     *("speculators_model_type", "projector_type", "markov_rank", "selector_top_k", "architectures"),
-    *("dflash_config", "dspark_config", "causal_head", "use_swa", "draft_vocab_size", "use_gate"),
+    *(
+        "dflash_config",
+        "dspark_config",
+        "dspine_config",
+        "causal_head",
+        "use_swa",
+        "draft_vocab_size",
+        "use_gate",
+    ),
 )
 DEEP: list[Any] = []
 for _ in range(200):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 
 from test.checkpoints import (
     HIDDEN,
@@ -21,6 +22,7 @@ from test.checkpoints import (
     draft_config,
     draft_weights,
     head_weights,
+    injection_weights,
     selector_weights,
     speculators_draft,
     write_draft,
@@ -430,6 +432,55 @@ def dflash2_of_speculators(from_anchor: bool = False) -> Case:
     return config, weights, replace(semantics, layers=layers, **parts)
 
 
+def dspine(top_k: int = 12, **changes: Any) -> Case:
+    """What SpecForge writes, with the fields of training."""
+    config, weights, semantics = zlab(
+        architectures=["DSpineDraftModel"],
+        auto_map={"AutoModel": "dspine.DSpineDraftModel"},
+        is_causal=True,
+        top_k=50,  # of Transformers' generation
+        dspine_config={
+            "transfer_rank": 24,
+            "message_size": 20,
+            "top_k": top_k,
+            "ce_weight": 0.1,
+            "alignment_warmup_steps": 146,
+            "replacement_end_ratio": 1 / 3,
+        },
+        **changes,
+    )
+    weights |= injection_weights(rank=24, message=20)
+    layers: list[tuple[str, int | None, bool]] = [("full", None, True)] * 2
+    return config, weights, replace(semantics, layers=layers, refined=top_k)
+
+
+def dspine_of_tencent() -> Case:
+    """What Tencent's own training writes: 16 positions and candidates, and the codes beside."""
+    config, weights, semantics = dspine(top_k=16)
+    del (
+        config["dspine_config"],
+        config["architectures"],
+        config["is_causal"],
+        weights["transfer_ready"],
+    )
+    weights["transfer.safetensors"] = {"codes": weights.pop("transfer_codes")}
+    return {"config": config}, weights, replace(semantics, block_size=16)
+
+
+def sliding_dspine() -> Case:
+    """A layer slides, the logits are capped, and the vocabulary has rows that pad."""
+    config, weights, semantics = dspine(
+        layer_types=SLIDING,
+        sliding_window=12,
+        dflash_config={"final_logit_softcapping": 4.0, "output_multiplier": 0.5},
+    )
+    config["vocab_size"] = VOCAB + 24
+    weights |= {"transfer_codes": injection_weights(24, 20, rows=VOCAB + 24)["transfer_codes"]}
+    layers: list[tuple[str, int | None, bool]] = [("zlab", 12, True), ("full", None, True)]
+    parts: dict[str, Any] = {"logit_multiplier": 0.5, "logit_cap": 4.0}
+    return config, weights, replace(semantics, layers=layers, **parts)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "zlab": zlab,
     "zlab default target layer": default_ids,
@@ -496,13 +547,19 @@ CASES: dict[str, Callable[[], Case]] = {
     "DFlash 2 sliding, cap, scale": published_dflash2,
     "speculators DFlash 2": dflash2_of_speculators,
     "speculators DFlash 2 from the anchor": lambda: dflash2_of_speculators(from_anchor=True),
+    "DSpine": dspine,
+    "DSpine of Tencent": dspine_of_tencent,
+    "DSpine sliding, cap, padded vocabulary": sliding_dspine,
 }
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
-    """Write the checkpoint of a case, and take the file beside its weights out of them."""
+    """Write the checkpoint of a case, and take the files beside its weights out of them."""
     extra = weights.pop("mask_embedding.pt", None)
+    codes = weights.pop("transfer.safetensors", None)
     path = write_draft(folder, config, weights)
+    if codes is not None:
+        save_file(codes, path / "transfer.safetensors")
     if extra is not None:
         torch.save(extra, path / "mask_embedding.pt")
     return path
@@ -510,6 +567,9 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path
 
 def by_own_names(weights: dict[str, Any]) -> dict[str, Any]:
     """The weights without their publishers' prefixes."""
+    weights = weights | {
+        f"transfer_{k}": w for k, w in weights.pop("transfer.safetensors", {}).items()
+    }
     return {
         name.removeprefix("model.").removeprefix("logit_head."): w for name, w in weights.items()
     }

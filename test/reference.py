@@ -51,6 +51,8 @@ class Semantics:
     convolved: int | None = None  # channels that share a kernel
     candidates: int | None = None  # of each position, for the selector
     edges_read_hidden: bool = True
+    refined: int | None = None  # candidates of each position, for DSpine's refinement
+    told_anchor: bool = True  # the position behind the anchor hears the anchor's code
 
     @classmethod
     def of_zlab(cls, config: dict[str, Any], **changes: Any) -> Semantics:
@@ -139,7 +141,9 @@ def draft_block(
     context_at = torch.arange(first, len(context))
     block_at = torch.arange(n) + len(context)
     for i in range(len(s.layers)):
-        x = _layer(s, weights, i, x, c, context_at, block_at)
+        output = x = _layer(s, weights, i, x, c, context_at, block_at)
+        if s.refined is not None:
+            x = _injected(s, weights, i, output, anchor)
     h = _norm(x, weights["norm.weight"], s.eps)
     base = (h @ head.T) * s.logit_multiplier
     if s.logit_cap is not None:
@@ -159,6 +163,10 @@ def draft_block(
             continue
         here = noise[len(tokens)]
         token_before = token
+        if s.refined is not None:
+            token = _refined(s, weights, output[i], base[i], head, here, token_before)
+            tokens.append(token)
+            continue
         token = int(target_ids[((base[i] + bias)[: s.columns] + here[target_ids]).argmax()])
         if s.candidates is not None:
             token = _selected(s, weights, h[i], base[i], here, token_before)
@@ -212,6 +220,49 @@ def _selected(
         edge = (product * gate).sum() if s.edges_read_hidden else product.sum()
         scores[token] = float(logits[token] + edge + noise[token])
     best: int = max(scores, key=lambda token: scores[token])
+    return best
+
+
+def _told(rank: int, vector: Tensor) -> Tensor:
+    return rank**0.5 * vector / vector.norm()
+
+
+def _heard(weights: dict[str, Tensor], layer: int, x: Tensor, before: Tensor) -> Tensor:
+    """DSpine's rule: one position behind another that tells `before`, [R]. x: [H]."""
+    w = {k.removeprefix("injection."): v for k, v in weights.items()}
+    own = _told(len(before), w[f"readouts.{layer}.weight"] @ x)
+    gate = w["receiver_gate.weight"] @ own + w["predecessor_gate.weight"] @ before + w["bias"]
+    written = w[f"writes.{layer}.weight"] @ (gate.sigmoid() * (w["message.weight"] @ before))
+    return x + x.norm() / len(x) ** 0.5 * written
+
+
+def _injected(s: Semantics, weights: dict[str, Tensor], i: int, x: Tensor, anchor: int) -> Tensor:
+    """DSpine's rule after a layer. The anchor hears nothing, and tells its code. x: [n, H]."""
+    readout, codes = weights[f"injection.readouts.{i}.weight"], weights["transfer_codes"]
+    told = [_told(len(readout), readout @ position) for position in x]
+    if s.told_anchor:
+        told[0] = _told(len(readout), codes[anchor])
+    heard = [_heard(weights, i, x[j], told[j - 1]) for j in range(1, len(x))]
+    return torch.stack([x[0], *heard])
+
+
+def _refined(
+    s: Semantics,
+    weights: dict[str, Tensor],
+    output: Tensor,
+    base: Tensor,
+    head: Tensor,
+    noise: Tensor,
+    before: int,
+) -> int:
+    """DSpine's rule: the last layer's output hears the token `before`. output: [H]."""
+    codes, last = weights["transfer_codes"], len(s.layers) - 1
+    hidden = _heard(weights, last, output, _told(codes.shape[1], codes[before]))
+    logits = head @ _norm(hidden, weights["norm.weight"], s.eps) * s.logit_multiplier
+    if s.logit_cap is not None:
+        logits = (logits / s.logit_cap).tanh() * s.logit_cap
+    likely = base.argsort(descending=True)[: s.refined].tolist()
+    best: int = max(likely, key=lambda token: float(logits[token] + noise[token]))
     return best
 
 

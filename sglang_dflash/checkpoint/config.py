@@ -52,6 +52,9 @@ class Family:
 
     name: ClassVar[str] = "DFlash"  # the method, by its paper's name
     module: ClassVar[str] = "dflash"  # in `model.families`
+    # Names of boolean tensors that a checkpoint may hold, and that must be true there.
+    marks: ClassVar[tuple[str, ...]] = ()
+    reads_head: ClassVar[bool] = False  # it reads rows of the LM head, which must be unquantised
 
     def shapes(self, draft: DFlashConfig) -> dict[str, Shape]:
         """Name and shape of each tensor that it adds to a draft."""

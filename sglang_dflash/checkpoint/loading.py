@@ -55,6 +55,14 @@ def load(
         if own == "t2d" and config.vocabulary_map:
             target_mask = tensor
             continue
+        if own in config.family.marks:
+            if not tensor.all():
+                raise Refusal(
+                    f"The draft {config.path} says {checkpoint_name} = false, so it was saved "
+                    "before it was ready.",
+                    FETCH_AGAIN,
+                )
+            continue
         name, shard = _stacked(own)
         if (name, shard) not in missing:
             unexpected.append(checkpoint_name)

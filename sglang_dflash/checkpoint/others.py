@@ -10,7 +10,6 @@ from sglang_dflash.errors import Refusal, shown
 
 # Methods by a key that only their configs have, or by how such keys begin.
 BY_KEY = {
-    "dspine_config": "DSpine",
     "lilicorr_": "LiLiCorr",
     "num_jacobi_passes": "XPress",
     "xpress_rank": "XPress",

@@ -27,7 +27,8 @@ from sglang_dflash.errors import Refusal, shown
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Tensors of other kinds than floating ones.
-KINDS = {"d2t": ("an integer", ("I64", "I32")), "t2d": ("a boolean", ("BOOL",))}
+KINDS = {"d2t": ("an integer", ("I64", "I32"))}
+BOOLEAN = "a boolean", ("BOOL",)
 HEADER_LIMIT = 16 * MB  # bytes of one file, 100,000 tensors; its parser takes up to 22 times more
 VALUES_AT_ONCE = 2**24
 TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
@@ -246,19 +247,22 @@ def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
     wanted = expected_tensors(config)
     if config.quantization is not None:
         return _too_many_values(wanted, tensors)
-    optional = {"t2d"} if config.vocabulary_map else set()
+    optional: dict[str, Shape] = dict.fromkeys(config.family.marks, ())
+    if config.vocabulary_map:
+        optional["t2d"] = (config.vocab_size,)
     missing, unexpected, mismatched = [], [], []
     for name in tensors.found:
         if name not in wanted and name not in optional:
             unexpected.append(f"unexpected {name}")
-    if "t2d" in tensors.found:
-        wanted["t2d"] = (config.vocab_size,)
+    wanted |= {name: shape for name, shape in optional.items() if name in tensors}
     for name, shape in wanted.items():
         if name not in tensors:
             missing.append(f"missing {name}")
             continue
         dtype, stored = tensors.found[name]
         kind, dtypes = KINDS.get(name, ("a floating", FLOATS))
+        if name in optional:
+            kind, dtypes = BOOLEAN
         if stored != shape:
             mismatched.append(f"{name} has shape {shown(list(stored))}, not {list(shape)}")
         elif dtype not in dtypes:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.fit import defects
+from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.engine.target_rules import joined
-from sglang_dflash.errors import BUILT_IN, Refusal, Rule
+from sglang_dflash.errors import BUILT_IN, Refusal, Rule, refuse
+from sglang_dflash.model.target_parts import lm_head
 from sglang_dflash.seam import release
 from sglang_dflash.settings.block_size import longest_block
-from sglang_dflash.settings.facts import DraftFacts
+from sglang_dflash.settings.facts import DraftFacts, Facts
 
 PICKLED_FORMATS = ("pt", "npcache")
+PLAIN = torch.float32, torch.float16, torch.bfloat16
 NOT_RUN = "is for Blackwell GPUs, on which this package has not run"
 # Attention backends of SGLang that verify no blocks here, and why. Other devices have others.
 UNSERVED = {
@@ -174,3 +182,36 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "Give --speculative-draft-attention-backend {found}.",
     ),
 )
+
+
+@dataclass(frozen=True)
+class HeadFacts(Facts):
+    """A server of a loaded target, and its draft."""
+
+    draft: DFlashConfig
+    head: nn.Module  # the target's LM head
+
+
+def _reads_quantised_head(facts: HeadFacts) -> bool:
+    weight = getattr(facts.head, "weight", None)
+    plain = weight is not None and weight.dtype in PLAIN
+    return facts.draft.family.reads_head and facts.draft.draft_vocab_size is None and not plain
+
+
+LOADED_RULES: tuple[Rule[HeadFacts], ...] = (
+    Rule(
+        "DSpine drafts of targets with a quantised LM head",
+        _reads_quantised_head,
+        "The draft {f.draft.path} cannot be served: it scores tokens by rows of the target's LM "
+        "head, which is quantised.",
+        "Use a target whose LM head is not quantised, or a draft of another family.",
+    ),
+)
+
+
+def check_loaded_head(server_args: Any, target: nn.Module) -> None:
+    """Raise `Refusal` for a draft that cannot read the target's LM head.
+
+    target: the loaded model.
+    """
+    refuse(LOADED_RULES, HeadFacts(server_args, draft_config(server_args), lm_head(target)))

@@ -36,7 +36,7 @@ TARGETS: tuple[Rule[Any], ...] = (
     *kv_dtype.LOADED_RULES,
     *lora.RULES,
 )
-DRAFTS: tuple[Rule[Any], ...] = draft_rules.RULES
+DRAFTS: tuple[Rule[Any], ...] = (*draft_rules.RULES, *draft_rules.LOADED_RULES)
 
 
 def check_flags(server_args: ServerArgs) -> None:

@@ -74,7 +74,7 @@ class DFlashDraftModel(nn.Module):
         self._drop_copies(target)
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
-        self.head.bind(self.vocabulary, self._embed_tokens, width)
+        self.head.bind(self.vocabulary, self._embed_tokens, self.norm.forward, width)
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             layer.block_width = width
@@ -110,8 +110,9 @@ class DFlashDraftModel(nn.Module):
         """
         hidden = self._embed(input_ids)
         residual = None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             hidden, residual = layer(positions, hidden, forward_batch, residual)
+            hidden, residual = self.head.after_layer(i, hidden, residual, input_ids)
         hidden, _ = self.norm(hidden, residual)
         anchors = positions.view(-1, self.head.width)[:, 0]
         rows = forward_batch.req_pool_indices

@@ -21,21 +21,38 @@ class DraftHead(nn.Module):
     rank_local = True
     vocabulary: Vocabulary
     embed: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor]
     width: int
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
 
-    def bind(self, vocabulary: Vocabulary, embed: Callable[[Tensor], Tensor], width: int) -> None:
-        """Take what exists only beside a target.
+    def bind(
+        self,
+        vocabulary: Vocabulary,
+        embed: Callable[[Tensor], Tensor],
+        norm: Callable[[Tensor], Tensor],
+        width: int,
+    ) -> None:
+        """Take what exists only beside a target, and the draft's final norm.
 
-        embed: token ids, [B] int64 -> embeddings as the draft reads them, [B, H]; width: positions
-        N that the draft reads at once, the same for every request.
+        embed: token ids, [B] int64 -> embeddings as the draft reads them, [B, H]; norm: [n, H] ->
+        [n, H]; width: positions N that the draft reads at once, the same for every request.
         """
         self.vocabulary = vocabulary
         self.embed = embed
+        self.norm = norm
         self.width = width
+
+    def after_layer(
+        self, layer: int, hidden: Tensor, residual: Tensor, token_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What follows a layer. hidden, residual: [n, H], whose sum is the layer's output.
+
+        token_ids: [n] int64, anchors and masks. Returns the two, whose sum the next layer reads.
+        """
+        return hidden, residual
 
     def predict(
         self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise

@@ -171,6 +171,21 @@ class Vocabulary:
         first = order[:, :count].sort(dim=1).values
         return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))
 
+    def scores(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """The LM head's output for some tokens alone, the same on every rank.
+
+        hidden: [.., m, H]; ids: [.., k] int64 -> [.., m, k] float32. Ranks exchange these alone.
+        """
+        assert self._offsets is None, "the draft has the target's vocabulary"
+        row = ids - self.first_id
+        rows = F.embedding(row.clamp(0, self.columns - 1), self.lm_head.weight)
+        scores = hidden.float() @ rows.float().mT
+        if self._ranks == 1:
+            return scores
+        ours = (row >= 0) & (row < self.columns)
+        summed: Tensor = self._group.all_reduce(scores.masked_fill(~ours[..., None, :], 0.0))
+        return summed
+
     def fit_input(self, table: Tensor) -> None:
         """Have a row of a table for each token of the target.
 

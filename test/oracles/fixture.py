@@ -34,6 +34,8 @@ FAMILIES = {  # the cases of `test.formats` that each oracle drafts
         "DFlash 2 sliding, cap, scale",
         "DFlash 2 cap, multiplier",
     ],
+    "dspine": ["DSpine"],
+    "jetspec": ["JetSpec"],
     "dflash2_speculators": ["speculators DFlash 2", "speculators DFlash 2 from the anchor"],
 }
 PROMPT, TOKENS = prompt(41, 30), 40

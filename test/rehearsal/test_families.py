@@ -17,6 +17,7 @@ from test.checkpoints import (
     convolution_weights,
     domino_weights,
     head_weights,
+    injection_weights,
     selector_weights,
     write_draft,
 )
@@ -86,6 +87,18 @@ def domino(shifted: bool) -> Family:
     return (config, weights | domino_weights()), {"domino": Domino(shifted, 1)}
 
 
+def dspine() -> Family:
+    """A DSpine draft, as SpecForge writes it."""
+    config, weights = small_draft(
+        architectures=["DSpineDraftModel"],
+        is_causal=True,
+        dflash_config={"target_layer_ids": [0, 1]},
+        dspine_config={"transfer_rank": 24, "message_size": 20, "top_k": 12},
+    )
+    weights |= injection_weights(24, 20, layers=1)
+    return (config, weights), {"layers": [("full", None, True)], "refined": 12}
+
+
 def only(chosen: tuple[Any, ...], pairs: Iterable[tuple[Any, ...]]) -> list[Any]:
     """These pairs, of which all but the chosen one are `full`."""
     return [
@@ -132,6 +145,16 @@ def test_domino(small: Path, tmp_path: Path, backend: str, shifted: bool) -> Non
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
+@pytest.mark.parametrize(
+    ("backend", "page"), only(("fa3", 16), itertools.product(BACKENDS, [1, 16]))
+)
+def test_dspine(small: Path, tmp_path: Path, backend: str, page: int) -> None:
+    """A position hears the one before it in its own block only."""
+    family = dspine()
+    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
 def test_confidences_choose_the_width(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +194,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
         "DSpark, rnn": dspark("rnn"),
         "DFlash 2": dflash2(),
         "Domino": domino(shifted=False),
+        "DSpine": dspine(),
     }
     counted = {}
     for name, (draft, _) in families.items():

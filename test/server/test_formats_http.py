@@ -17,6 +17,7 @@ from test.formats import (
     deepspec,
     dflash2,
     domino,
+    dspine,
     nemo,
     specforge,
     speculators,
@@ -39,6 +40,7 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "DSpark": lambda: deepspec("rnn"),
     "DFlash 2": dflash2,
     "Domino": domino,
+    "DSpine": dspine,
 }
 
 

@@ -18,9 +18,11 @@ from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.formats.dflash2 import Convolution, DFlash2, Selector
 from sglang_dflash.checkpoint.formats.domino import Domino
 from sglang_dflash.checkpoint.formats.dspark import Confidence, DSpark, Markov
+from sglang_dflash.checkpoint.formats.dspine import DSpine
 from sglang_dflash.checkpoint.formats.zlab import default_target_layer_ids
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.errors import Refusal
+from test import formats
 from test.checkpoints import BLOCK, HIDDEN, LAYERS, MASK, VOCAB, draft_config, speculators_draft
 
 
@@ -222,6 +224,51 @@ def test_dflash2_of_speculators_has_the_whole_vocabulary(tmp_path: Path) -> None
     config, _ = speculators_draft(64)
     with pytest.raises(Refusal, match="has draft_vocab_size 64 of 160") as caught:
         load_config(write(tmp_path, config | {"speculators_model_type": "dflash2"}))
+    assert whole_sentences(caught.value)
+
+
+SIZES = {"transfer_rank": 24, "message_size": 20, "top_k": 12}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dspine_config": None}, "has no dspine_config"),
+        ({"dspine_config": {"transfer_rank": 24}}, "has no message_size"),
+        ({"dspine_config": SIZES | {"transfer_dim": 24}}, "not known"),
+        ({"dspine_config": SIZES | {"top_k": 0}}, "top_k = 0"),
+        ({"dspine_config": SIZES | {"top_k": VOCAB + 1}}, "more than vocab_size = 160"),
+        ({"dspine_config": SIZES | {"transfer_rank": 65}}, "more than hidden_size = 64"),
+        ({"is_causal": False}, "says that blocks are not causal"),
+        ({"sample_from_anchor": True}, "has sample_from_anchor"),
+        ({"architectures": None, "config": {}}, "has no mask_token_id"),
+    ],
+    ids=str,
+)
+def test_bad_fields_of_dspine_are_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    config, _, _ = formats.dspine()
+    with pytest.raises(Refusal, match=r"config\.json") as caught:
+        load_config(write(tmp_path, config | changes))
+    assert words in caught.value.what
+    assert whole_sentences(caught.value)
+
+
+def test_blocks_of_dspine_are_causal_unless_they_say_otherwise(tmp_path: Path) -> None:
+    config, _, _ = formats.sliding_dspine()
+    del config["is_causal"]
+    got = load_config(write(tmp_path, config))
+    assert got.attention == (LayerAttention(True, window=12), LayerAttention(True))
+
+
+def test_tencents_form_needs_its_codes(tmp_path: Path) -> None:
+    config, weights, _ = formats.dspine_of_tencent()
+    path = formats.write(tmp_path / "draft", config, weights)
+    assert load_config(path).family == DSpine(24, 20, 16)
+    (path / "transfer.safetensors").unlink()
+    with pytest.raises(Refusal, match=r"no tensor transfer_codes") as caught:
+        load_config(path)
     assert whole_sentences(caught.value)
 
 

@@ -23,7 +23,7 @@ from test.checkpoints import (
     write_draft,
     write_target,
 )
-from test.formats import CASES, domino
+from test.formats import CASES, domino, write
 from test.releases import OWN_STEP
 
 
@@ -74,13 +74,15 @@ def test_a_block_counts_the_anchor(capsys: pytest.CaptureFixture[str], tmp_path:
         ("DeepSpec gated", "DSpark", ["Markov (gated, rank 16)", "confidence"]),
         ("DFlash 2", "DFlash 2", ["8 (7 drafts)", "convolutions (3 taps)", "selector (12"]),
         ("Domino", "Domino", ["8 (7 drafts)", "prefix GRU"]),
+        ("DSpine", "DSpine", ["8 (7 drafts)", "injection (rank 24, messages of 20)", "(12 cand"]),
+        ("DSpine of Tencent", "DSpine", ["16 (15 drafts)", "(16 candidates)"]),
     ],
 )
 def test_families(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str, family: str, told: list[str]
 ) -> None:
     config, weights, _ = CASES[case]()
-    draft = str(write_draft(tmp_path, config, weights))
+    draft = str(write(tmp_path, config, weights))
     assert main(["inspect", draft, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["family"] == family
     assert main(["inspect", draft]) == 0

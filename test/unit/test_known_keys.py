@@ -74,6 +74,8 @@ PLACES: dict[str, Callable[[Config], Config]] = {
     "SpecForge DSpark dspark_config": inside("SpecForge DSpark", "dspark_config"),
     "DFlash 2": at_top("DFlash 2"),
     "DFlash 2 dflash_config": inside("DFlash 2", "dflash_config"),
+    "DSpine": at_top("DSpine"),
+    "DSpine dflash_config": inside("DSpine", "dflash_config"),
     "Domino": at_top("Domino"),
     "Domino dflash_config": inside("Domino", "dflash_config"),
     "speculators": at_top("speculators"),
@@ -178,7 +180,6 @@ def test_keys_of_training_change_nothing(tmp_path: Path, place: str) -> None:
 METHODS: dict[str, Config] = {
     "LiLiCorr": {"lilicorr_candidate_topk": 8},
     "XPress": {"xpress_rank": 64},
-    "DSpine": {"dspine_config": {"transfer_rank": 1024}},
 }
 
 
@@ -189,11 +190,12 @@ def test_methods_that_are_not_served_are_named(tmp_path: Path, place: str, metho
 
 
 SPELLINGS = ("causal", "is_causal", "causal_head")
+EITHER_WAY = [place for place in PLACES if not place.startswith(("RoPE", "DSpine"))]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("key", SPELLINGS)
-@pytest.mark.parametrize("place", [place for place in PLACES if "RoPE" not in place])
+@pytest.mark.parametrize("place", EITHER_WAY)
 def test_direction_is_read_by_any_name(tmp_path: Path, place: str, key: str, causal: bool) -> None:
     config = PLACES[place]({key: causal})
     if "DFlash 2" in place and "speculators" in place:
@@ -433,6 +435,25 @@ PUBLISHED: dict[str, Config] = {
     }
     | SLIDING_2048
     | THETA,
+    "SpecForge, DSpine": {
+        "architectures": ["DSpineDraftModel"],
+        "auto_map": {"AutoModel": "dspine.DSpineDraftModel"},
+        "is_causal": True,
+        "dflash_config": IDS,
+        "dspine_config": {
+            "transfer_rank": 1024,
+            "message_size": 512,
+            "top_k": 16,
+            "ce_weight": 0.1,
+            "alignment_weight": 0.5,
+            "alignment_warmup_steps": 146,
+            "replacement_layers": 3,
+            "replacement_probability": 0.5,
+            "replacement_hold_ratio": 1 / 6,
+            "replacement_end_ratio": 1 / 3,
+            "candidate_mass_threshold": 1e-4,
+        },
+    },
     "SpecForge, DTA": {
         "architectures": ["DFlashDraftModel"],
         "dflash_config": IDS | {"training_mode": "vp_drafter", "prefix_weight_base": 0.9},
@@ -566,7 +587,10 @@ PUBLISHED: dict[str, Config] = {
         "transformer_layer_config": OF_SPECULATORS["transformer_layer_config"] | SLIDING_2048,
     },
 }
-CAUSAL = {"SpecForge, causal DSpark", "ModelOpt", "JetSpec", "NeMo Automodel, JetSpec"}
+CAUSAL = {
+    *("SpecForge, causal DSpark", "SpecForge, DSpine", "ModelOpt", "JetSpec"),
+    "NeMo Automodel, JetSpec",
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -577,7 +601,7 @@ def test_published_fields_are_read(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, config)
     assert found.mask_token_id == IDS["mask_token_id"]
     assert list(found.target_layer_ids) == IDS["target_layer_ids"]
-    family = re.search(r"DSpark|DFlash 2|Domino", name)
+    family = re.search(r"DSpark|DSpine|DFlash 2|Domino", name)
     if name != "DeepSpec, DFlash":
         assert found.family.name == (family[0] if family else "DFlash")
     if name in CAUSAL:
@@ -615,7 +639,9 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize("case", ["zlab", "speculators", "DeepSpec vanilla", "DFlash 2", "Domino"])
+@pytest.mark.parametrize(
+    "case", ["zlab", "speculators", "DeepSpec vanilla", "DFlash 2", "DSpine", "Domino"]
+)
 def test_tables_of_rope_are_no_weights(tmp_path: Path, case: str) -> None:
     config, weights, _ = CASES[case]()
     plain = write(tmp_path / "plain", config, dict(weights))

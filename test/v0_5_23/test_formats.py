@@ -28,6 +28,7 @@ SOME = {
     "DeepSpec rnn",
     "Domino shifted, pure 1",
     "DFlash 2 sliding, cap, scale",
+    "DSpine of Tencent",
 }
 
 

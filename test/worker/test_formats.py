@@ -74,7 +74,15 @@ def test_drafts_equal_the_reference(
     assert all(agreed)
 
 
-HEADS = ("markov_head", "confidence_head", "candidate_selector", "prefix_gru", "embed_proj")
+HEADS = (
+    "injection",
+    "transfer_codes",
+    "markov_head",
+    "confidence_head",
+    "candidate_selector",
+    "prefix_gru",
+    "embed_proj",
+)
 Trace = tuple[list[tuple[list[int], list[int]]], list[list[float]]]  # steps, probabilities
 
 
@@ -117,16 +125,17 @@ SOME = [
     "speculators DSpark",
     "DFlash 2",
     "Domino shifted, pure 1",
+    "DSpine sliding, cap, padded vocabulary",
 ]
 # What a rank computes by itself may differ in its last bits. Here it differs by more.
-APART = ["DeepSpec vanilla", "DeepSpec DFlash with confidence", "DFlash 2", "Domino"]
+APART = ["DeepSpec vanilla", "DeepSpec DFlash with confidence", "DFlash 2", "Domino", "DSpine"]
 NOISE = 1e-2
 
 
 @pytest.mark.parametrize(
     ("page", "cases", "apart"),
     [
-        pytest.param(16, SOME, ["DFlash 2", "Domino"], marks=pytest.mark.ci),
+        pytest.param(16, SOME, ["DFlash 2", "Domino", "DSpine"], marks=pytest.mark.ci),
         pytest.param(16, list(CASES), [], marks=pytest.mark.full),
         pytest.param(1, list(CASES), APART, marks=pytest.mark.full),
     ],
@@ -240,6 +249,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
         "DFlash 2 cap, multiplier",
         lambda s: replace(s, logit_multiplier=1.0),
     ),
+    "no injection": ("DSpine", lambda s: replace(s, refined=None)),
+    "fewer candidates of DSpine": ("DSpine", lambda s: replace(s, refined=4)),
+    "the anchor tells no code": ("DSpine", lambda s: replace(s, told_anchor=False)),
+    "DSpine not causal": ("DSpine", lambda s: replace(s, layers=[("full", None, False)] * 2)),
     "windows causal": (
         "speculators DFlash 2",
         lambda s: replace(s, layers=[("speculators", 12, True), ("full", None, False)]),
@@ -326,10 +339,23 @@ def codebooks_exchanged(weights: dict[str, Any]) -> dict[str, Any]:
     return weights | {one: weights[other], other: weights[one]}
 
 
-WEIGHT_MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "sides exchanged": reordered(0),
-    "taps exchanged": reordered(1),
-    "codebooks exchanged": codebooks_exchanged,
+def gates_exchanged(weights: dict[str, Any]) -> dict[str, Any]:
+    one, other = (f"injection.{kind}_gate.weight" for kind in ("receiver", "predecessor"))
+    return weights | {one: weights[other], other: weights[one]}
+
+
+def layers_exchanged(weights: dict[str, Any]) -> dict[str, Any]:
+    one, other = (f"injection.writes.{layer}.weight" for layer in range(2))
+    return weights | {one: weights[other], other: weights[one]}
+
+
+Weights = dict[str, Any]
+WEIGHT_MUTANTS: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
+    "sides exchanged": ("DFlash 2", reordered(0)),
+    "taps exchanged": ("DFlash 2", reordered(1)),
+    "codebooks exchanged": ("DFlash 2", codebooks_exchanged),
+    "gates exchanged": ("DSpine", gates_exchanged),
+    "layers exchanged": ("DSpine", layers_exchanged),
 }
 
 
@@ -337,10 +363,10 @@ WEIGHT_MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def test_wrongly_read_weights_are_noticed(
     served: Served, model: Qwen3ForCausalLM, mutant: str
 ) -> None:
-    """The same control, for what a weight of a DFlash 2 draft means."""
-    _, weights, semantics = CASES["DFlash 2"]()
-    mutated = WEIGHT_MUTANTS[mutant](weights)
-    assert not all(agreement(model, served("DFlash 2", 1), mutated, semantics))
+    """The same control, for what a weight of a family means."""
+    case, mutate = WEIGHT_MUTANTS[mutant]
+    _, weights, semantics = CASES[case]()
+    assert not all(agreement(model, served(case, 1), mutate(weights), semantics))
 
 
 def test_a_dropped_map_is_noticed(served: Served, model: Qwen3ForCausalLM) -> None:

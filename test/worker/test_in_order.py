@@ -17,7 +17,7 @@ from test.reference import draft_block
 from test.traces import record, trace
 from test.worker.conftest import prompt
 
-FAMILIES = ["DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted"]
+FAMILIES = ["DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted", "DSpine"]
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "speculators DFlash 2 from the anchor"])
@@ -56,6 +56,8 @@ def test_requests_of_a_batch_do_not_mix(
         ("SpecForge DSpark rnn fill-in", 3),
         ("DeepSpec rnn", 3),
         ("Domino", 3),
+        ("DSpine", 2),
+        ("DSpine of Tencent", 5),
     ],
 )
 def test_shorter_blocks(

@@ -35,6 +35,8 @@ HEADS = [
     "DFlash 2",
     "DFlash 2 cap, multiplier",
     "speculators DFlash 2 from the anchor",
+    "DSpine",
+    "DSpine sliding, cap, padded vocabulary",
 ]
 
 

@@ -14,6 +14,7 @@ from sglang_dflash.adaptive.row_graphs import RowGraphs
 from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.adaptive.verify_graphs import NoGraphs, WidthGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
+from sglang_dflash.engine.draft_rules import check_loaded_head
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.engine.v0_5_13.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
@@ -55,6 +56,7 @@ def build_worker(
     target = target_worker.model_runner
     check_loaded_kv(server_args, target)
     check_loaded_adapters(server_args, target.model)
+    check_loaded_head(server_args, target.model)
     options: Options = server_args.dflash
     platform = platform_of(server_args)
     kernels, clock = Kernels.on(target_worker.device), StepClock(platform.queues_work)

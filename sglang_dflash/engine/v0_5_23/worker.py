@@ -20,6 +20,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
 from torch.nn import functional as F
 
+from sglang_dflash.engine.draft_rules import check_loaded_head
 from sglang_dflash.engine.v0_5_23.history import output_before_anchors
 from sglang_dflash.engine.v0_5_23.report import keep_by_token, keep_drafts
 from sglang_dflash.engine.v0_5_23.sampling import FirstTokenSampler, OwnPenalties, penalised
@@ -43,6 +44,7 @@ class DFlashWorker(DFlashWorkerV2):
         arguments = Arguments(self.server_args)
         check_loaded_kv(arguments, self.model_runner)
         check_loaded_adapters(arguments, self.model_runner.model)
+        check_loaded_head(arguments, self.model_runner.model)
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
         self.draft_model.bind(self.model_runner.model, self._kernels, False, self.block_size)

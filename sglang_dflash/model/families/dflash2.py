@@ -5,7 +5,7 @@ projected from the sublayer's normed input and shared by the channels of a group
 the bounds of a block, so a convolution keeps nothing between steps. The context is not convolved.
 
 A candidate's score is its logit plus its edge from the draft before. The edges of all pairs of
-neighbouring candidates come from one product, so only the walk from index to index is sequential.
+neighbouring candidates come from one product.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
 from sglang_dflash.model.lm_head import Candidates, Prediction, Vocabulary
 from sglang_dflash.model.rope import DraftRotary
+from sglang_dflash.model.walk import before_each, walk
 
 
 class BlockConvolution(nn.Module):
@@ -124,31 +125,11 @@ class Selection(DraftHead):
     def blocks(
         self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
     ) -> Prediction:
-        """As `DraftHead.blocks`. A draft's probability is its weight among the candidates."""
-        anchors = token_ids[:, :1]
         drafting = hidden[:, self.config.first_drafting :]  # [B, S, H]
         ids, logits = self._candidates(drafting)
-        before = torch.cat([anchors[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]], dim=1)
+        before = before_each(ids, token_ids[:, :1])
         scores = logits[:, :, None] + self.candidate_selector.edges(drafting, before, ids)
-        gumbel = self.vocabulary.kernels.gumbel(noise, ids.contiguous())[:, None, :, None]
-        noisy = scores[:, None] + noise.scales()[:, :, None, None, None] * gumbel  # [B, C, S, k, k]
-        best = noisy.argmax(dim=4)  # [B, C, S, k]: the choice after each token before
-        chosen = _of_choice(best, noise.choices)  # [B, S, k]
-        at = torch.zeros_like(anchors)  # the anchor is every candidate before the first draft
-        path = [at]
-        for position in range(chosen.shape[1]):
-            at = chosen[:, position].gather(1, at)
-            path.append(at)
-        taken = torch.cat(path, dim=1)[:, :-1]  # [B, S], the token before each draft
-        after = taken[:, None, :, None].expand(-1, best.shape[1], -1, 1)
-        picks = ids[:, None].expand_as(best).gather(3, best.gather(3, after))  # [B, C, S, 1]
-        picks = torch.cat([picks, _of_choice(picks, noise.choices)[:, None]], dim=1)
-        picks = picks.squeeze(3).transpose(1, 2).flatten(0, 1)  # [B * S, C + 1]
-        if not return_probs:
-            return Prediction(picks, None)
-        after = taken[:, :, None, None].expand(-1, -1, 1, ids.shape[2])
-        scores = _of_choice(noisy, noise.choices).gather(2, after)  # [B, S, 1, k]
-        return Prediction(picks, scores.softmax(dim=3).amax(dim=3).flatten())
+        return walk(self.vocabulary.kernels, ids, scores, return_probs, noise)
 
     def _candidates(self, drafting: Tensor) -> Candidates:
         """The candidates of each position, [B, S, k] each.
@@ -160,12 +141,6 @@ class Selection(DraftHead):
         found = self.vocabulary.candidates(self.vocabulary.logits(hidden), count)
         shape = *drafting.shape[:2], count
         return Candidates(found.ids.view(shape), self.scaled(found.logits).view(shape))
-
-
-def _of_choice(values: Tensor, choices: Tensor) -> Tensor:
-    """The values at each request's share: [B, C, ..] -> [B, ..]."""
-    index = choices.view(-1, *(1,) * (values.dim() - 1)).expand(-1, 1, *values.shape[2:])
-    return values.gather(1, index).squeeze(1)
 
 
 def head(config: DFlashConfig) -> DraftHead:
