@@ -3,7 +3,7 @@
 A kit is a mixin for a `unittest.TestCase` that holds `base_url` and `process`. pytest does not
 parametrise those, so `Kit` is a plain class with a test case's assertions, and the fixture
 `kit_server` fills in the rest. A kit test is overridden in the class that takes the kit, with the
-reason as its docstring; `test_overrides.py` holds the table in docs/contributors/sglang.md to that.
+reason as its docstring; `test_overrides.py` holds the table in README.md to that.
 """
 
 from __future__ import annotations
