@@ -9,11 +9,14 @@ from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.errors import Refusal, shown
 
 # Methods by a key that only their configs have, or by how such keys begin.
+XPRESS = "XPress (a head refines the block in several passes)"
 BY_KEY = {
-    "lilicorr_": "LiLiCorr",
-    "num_jacobi_passes": "XPress",
-    "xpress_rank": "XPress",
+    "lilicorr_": "LiLiCorr (a transformer over candidates)",
+    "hspec_": "H-Spec (mamba layers beside attention to the target's own KV)",
+    "num_jacobi_passes": XPRESS,
+    "xpress_": XPRESS,
 }
+TARGET_KV = "DSpark on the target's KV (its blocks attend to the target's own KV)"
 
 
 def other_method(raw: dict[str, Any], file: Path, found: str | None) -> Refusal | None:
@@ -40,6 +43,8 @@ def other_method(raw: dict[str, Any], file: Path, found: str | None) -> Refusal 
     for key, method_name in BY_KEY.items():
         if any(one.startswith(key) for one in keys):
             return refused(f"a draft of {method_name}")
+    if any(fields.get("conditioning_source") == "target_kv" for fields in (raw, method)):
+        return refused(f"a draft of {TARGET_KV}")
     of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
     if kind != "dflash2" and found != "dflash2" and (of_two or "dflash2" in name):
         return refused("a DFlash 2 checkpoint of an unknown form")
@@ -55,6 +60,8 @@ def other_method(raw: dict[str, Any], file: Path, found: str | None) -> Refusal 
         return refused(f"a checkpoint with projector_type {shown(projector)}")
     if "eagle3" in name:
         return refused("an EAGLE3 checkpoint (autoregressive drafts)", "EAGLE3")
+    if "edsd" in name:
+        return refused("an EDSD checkpoint (autoregressive drafts)")
     if "eagle" in name or "eagle_config" in keys:
         return refused("an EAGLE checkpoint (autoregressive drafts)", "EAGLE")
     if "mtp" in name or "nextn" in name:

@@ -148,6 +148,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DSpark of DFlash 2": {"architectures": ["DFlash2DraftModel"], "markov_rank": 8},
     "EAGLE3": {"architectures": ["LlamaForCausalLMEagle3"]},
     "EAGLE": {"architectures": ["LlamaForCausalLMEagle"]},
+    "EDSD": {"architectures": ["EdsdDraftModel"]},
+    "H-Spec": {"architectures": ["HSpecDraftModel"], "hspec_config": {"num_hybrid_layers": 1}},
+    "XPress": {"architectures": ["Qwen3XPressModel"], "xpress_rank": 64},
     "MTP": {"architectures": ["Qwen3NextForCausalLMMTP"]},
 }
 

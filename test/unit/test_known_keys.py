@@ -98,7 +98,7 @@ PLACES: dict[str, Callable[[Config], Config]] = {
         {"new_thing": 1},
         {"embed_mode": "mean"},
         {"hidden_dim_adapter": True},
-        {"conditioning_source": "target_kv", "target_kv_heads": 4},
+        {"conditioning_source": "features", "target_kv_heads": 4},
     ],
     ids=str,
 )
@@ -178,13 +178,15 @@ def test_keys_of_training_change_nothing(tmp_path: Path, place: str) -> None:
 
 
 METHODS: dict[str, Config] = {
-    "LiLiCorr": {"lilicorr_candidate_topk": 8},
-    "XPress": {"xpress_rank": 64},
+    "LiLiCorr (a transformer over candidates)": {"lilicorr_candidate_topk": 8},
+    "XPress (a head refines the block in several passes)": {"xpress_rank": 64},
+    "H-Spec (mamba layers beside attention to the target's own KV)": {"hspec_config": {"x": 1}},
+    "DSpark on the target's KV": {"conditioning_source": "target_kv"},
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("place", ["zlab", "zlab dflash_config"])
+@pytest.mark.parametrize("place", ["zlab", "zlab dflash_config", "SpecForge DSpark"])
 def test_methods_that_are_not_served_are_named(tmp_path: Path, place: str, method: str) -> None:
     assert f"a draft of {method}" in refusal(tmp_path, PLACES[place](METHODS[method]))
 

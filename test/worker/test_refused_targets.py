@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import sglang.srt.configs as configs
+import torch
 import transformers
+from torch import nn
 
+from sglang_dflash.engine.draft_rules import check_loaded_head
 from sglang_dflash.errors import Refusal
 from test.arguments import arguments
 from test.checkpoints import HIDDEN, LAYERS, VOCAB
+from test.formats import CASES, write
 from test.targets import save_config
 
 SIZES = {
@@ -119,6 +123,23 @@ def test_quantised_drafts_on_a_cpu(target: str, draft: str, tmp_path: Path, meth
     (tmp_path / "model.safetensors").write_bytes((Path(draft) / "model.safetensors").read_bytes())
     with pytest.raises(Refusal, match=method):
         arguments(target, str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["DSpine", "DFlash 2"])
+def test_drafts_that_read_a_quantised_head(target: str, tmp_path: Path, family: str) -> None:
+    """An int8 weight, and none at all as in AWQ: refused where rows of it are read."""
+    drafts = arguments(target, str(write(tmp_path, *CASES[family]()[:2])))
+    model = nn.Module()
+    model.lm_head = nn.Embedding(VOCAB, HIDDEN)
+    check_loaded_head(drafts, model)
+    int8 = nn.Parameter(torch.zeros(VOCAB, HIDDEN, dtype=torch.int8), requires_grad=False)
+    for weight in (int8, None):
+        model.lm_head.weight = weight
+        if family == "DFlash 2":
+            check_loaded_head(drafts, model)
+            continue
+        with pytest.raises(Refusal, match="LM head, which is quantised"):
+            check_loaded_head(drafts, model)
 
 
 def test_a_target_that_does_not_exist(draft: str, tmp_path: Path) -> None:
