@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ from training.hybrid import COPIED
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 160, 64, 4, 8, 150
 EOS = 3
 STATE, INNER = 24, 16  # of Domino's GRU and its correction
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids that are neither EOS nor the mask."""
+    return random.Random(seed).choices(range(5, 140), k=length)
 
 
 def write_target(path: Path, seed: int = 0, **changes: Any) -> Path:
@@ -270,6 +276,55 @@ def selector_weights(
         f"{prefix}successor_codebook{suffix}": torch.randn(rows, rank, generator=rng) / rank**0.5,
         f"{prefix}hidden_projection.weight": torch.randn(rank, HIDDEN, generator=rng) / HIDDEN**0.5,
     }
+
+
+def lilicorr_weights(
+    size: int = 32,
+    top_k: int = 8,
+    width: int = 8,
+    layers: int = 2,
+    factors: int = 12,
+    seed: int = 10,
+) -> dict[str, Tensor]:
+    """Random weights of a LiLiCorr head of 4 heads, large enough to change most drafts."""
+    rng = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+
+    def draw(name: str, *shape: int, scale: float = 1.0, mean: float = 0.0) -> None:
+        values: Tensor = mean + scale * torch.randn(*shape, generator=rng)
+        weights[f"lilicorr.{name}"] = values
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        draw(f"{name}.weight", outputs, inputs, scale=inputs**-0.5)
+        draw(f"{name}.bias", outputs, scale=0.3)
+
+    if size != HIDDEN:
+        linear("token_proj", size, HIDDEN)
+    for name in ("pass_hidden_proj", "context_proj"):
+        linear(name, size, HIDDEN)
+    draw("feature_norm.weight", 5, scale=0.1, mean=1.0)
+    draw("feature_norm.bias", 5, scale=0.1)
+    linear("feature_mlp.up_proj", size, 5)
+    linear("feature_mlp.down_proj", size, size)
+    draw("slot_embedding", 1, 1, width - 1, 1, size)
+    draw("rank_embedding", 1, 1, 1, top_k, size)
+    draw("relative_slot_bias", 4, 2 * width - 1)
+    draw("same_slot_bias", 4)
+    for layer in range(layers):
+        prefix = f"layers.{layer}."
+        draw(f"{prefix}attn.in_proj_weight", 3 * size, size, scale=2 * size**-0.5)
+        draw(f"{prefix}attn.in_proj_bias", 3 * size, scale=0.3)
+        linear(f"{prefix}attn.out_proj", size, size)
+        linear(f"{prefix}mlp.up_proj", 3 * size, size)
+        linear(f"{prefix}mlp.down_proj", size, 3 * size)
+        for name in ("attn_norm", "mlp_norm"):
+            draw(f"{prefix}{name}.weight", size, scale=0.1, mean=1.0)
+    for name in ("output_norm", "anchor_norm"):
+        draw(f"{name}.weight", size, scale=0.1, mean=1.0)
+    linear("factor_input_proj", size, 3 * size)
+    for name in ("out_head", "in_head", "anchor_out_head"):
+        linear(name, factors, size)
+    return weights
 
 
 def injection_weights(

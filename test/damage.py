@@ -41,6 +41,7 @@ DRAFTS = (
     "speculators DFlash 2",
     "DSpine sliding, cap, padded vocabulary",
     "DSpine of Tencent",
+    "LiLiCorr convolved, padded vocabulary",
     "Domino normalised",
     "Domino mask embedding",
 )

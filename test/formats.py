@@ -23,12 +23,15 @@ from test.checkpoints import (
     draft_weights,
     head_weights,
     injection_weights,
+    lilicorr_weights,
     selector_weights,
     speculators_draft,
     write_draft,
 )
-from test.reference import Domino, Semantics
+from test.reference import Correlated, Domino, Semantics
 
+# Files beside model.safetensors. In the weights of a case, they are under their names.
+MASK_FILE, CODES_FILE = "mask_embedding.pt", "transfer.safetensors"
 SLIDING = ["sliding_attention", "full_attention"]
 YARN = {
     "rope_type": "yarn",
@@ -122,9 +125,7 @@ def biased() -> Case:
 def masked(as_dict: bool) -> Case:
     config, weights, semantics = zlab()
     vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
-    weights["mask_embedding.pt"] = (
-        {"mask_token_id": MASK, "embedding": vector} if as_dict else vector[None]
-    )
+    weights[MASK_FILE] = {"mask_token_id": MASK, "embedding": vector} if as_dict else vector[None]
     return config, weights, replace(semantics, mask_embedding=vector)
 
 
@@ -358,7 +359,7 @@ def masked_domino() -> Case:
     """The embedding of the mask is for the body alone. The GRU reads a drafted mask as a token."""
     config, weights, semantics = domino()
     _, masked_weights, with_mask = masked(False)
-    weights["mask_embedding.pt"] = masked_weights["mask_embedding.pt"]
+    weights[MASK_FILE] = masked_weights[MASK_FILE]
     return config, weights, replace(semantics, mask_embedding=with_mask.mask_embedding)
 
 
@@ -463,7 +464,7 @@ def dspine_of_tencent() -> Case:
         config["is_causal"],
         weights["transfer_ready"],
     )
-    weights["transfer.safetensors"] = {"codes": weights.pop("transfer_codes")}
+    weights[CODES_FILE] = {"codes": weights.pop("transfer_codes")}
     return {"config": config}, weights, replace(semantics, block_size=16)
 
 
@@ -479,6 +480,34 @@ def sliding_dspine() -> Case:
     layers: list[tuple[str, int | None, bool]] = [("zlab", 12, True), ("full", None, True)]
     parts: dict[str, Any] = {"logit_multiplier": 0.5, "logit_cap": 4.0}
     return config, weights, replace(semantics, layers=layers, **parts)
+
+
+def lilicorr(size: int = 32, top_k: int = 8, **method: Any) -> Case:
+    """What ModelOpt writes. A head as wide as the draft states size 0, and projects no tokens."""
+    fields = {
+        "projector_type": "lilicorr",
+        "lilicorr_candidate_topk": top_k,
+        "lilicorr_hidden_size": 0 if size == HIDDEN else size,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 4,
+        "lilicorr_mlp_ratio": 3,
+        "lilicorr_factor_dim": 12,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 10.0,
+    }
+    config, weights, semantics = zlab(
+        architectures=["LiLiCorrDraftModel"], dflash_config=fields | method
+    )
+    weights |= lilicorr_weights(size, top_k)
+    return config, weights, replace(semantics, correlated=Correlated(top_k))
+
+
+def convolved_lilicorr() -> Case:
+    """The body has DFlash 2's convolutions, and the vocabulary has rows that pad."""
+    config, weights, semantics = lilicorr(**CONVOLUTION)
+    config["vocab_size"] = VOCAB + 24
+    weights |= convolution_weights(taps=3, group=8)
+    return config, weights, replace(semantics, convolved=8)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -550,26 +579,27 @@ CASES: dict[str, Callable[[], Case]] = {
     "DSpine": dspine,
     "DSpine of Tencent": dspine_of_tencent,
     "DSpine sliding, cap, padded vocabulary": sliding_dspine,
+    "LiLiCorr": lilicorr,
+    "LiLiCorr of the draft's width": lambda: lilicorr(size=HIDDEN, top_k=4),
+    "LiLiCorr convolved, padded vocabulary": convolved_lilicorr,
 }
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
-    """Write the checkpoint of a case, and take the files beside its weights out of them."""
-    extra = weights.pop("mask_embedding.pt", None)
-    codes = weights.pop("transfer.safetensors", None)
-    path = write_draft(folder, config, weights)
-    if codes is not None:
-        save_file(codes, path / "transfer.safetensors")
-    if extra is not None:
-        torch.save(extra, path / "mask_embedding.pt")
+    """Write the checkpoint of a case, of which some tensors are in files of their own."""
+    extra = (MASK_FILE, CODES_FILE)
+    path = write_draft(folder, config, {k: w for k, w in weights.items() if k not in extra})
+    if CODES_FILE in weights:
+        save_file(weights[CODES_FILE], path / CODES_FILE)
+    if MASK_FILE in weights:
+        torch.save(weights[MASK_FILE], path / MASK_FILE)
     return path
 
 
 def by_own_names(weights: dict[str, Any]) -> dict[str, Any]:
-    """The weights without their publishers' prefixes."""
-    weights = weights | {
-        f"transfer_{k}": w for k, w in weights.pop("transfer.safetensors", {}).items()
-    }
+    """The weights of all files, without their publishers' prefixes."""
+    codes = {f"transfer_{name}": w for name, w in weights.get(CODES_FILE, {}).items()}
+    weights = {k: w for k, w in weights.items() if k not in (MASK_FILE, CODES_FILE)} | codes
     return {
         name.removeprefix("model.").removeprefix("logit_head."): w for name, w in weights.items()
     }

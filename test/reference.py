@@ -25,6 +25,17 @@ class Domino:
     reads: Callable[[list[int], list[int]], list[int]] = lambda ids, drafts: ids[-1:] + drafts
 
 
+@dataclass(frozen=True)
+class Correlated:
+    """How LiLiCorr's candidates are to be read."""
+
+    candidates: int
+    heads: int = 4
+    scale: float = 10.0
+    reads_context: bool = True
+    reads_ranks: bool = True
+
+
 @dataclass
 class Semantics:
     """How a checkpoint is to be read; the tests fill it in, not our adapters."""
@@ -52,6 +63,7 @@ class Semantics:
     candidates: int | None = None  # of each position, for the selector
     edges_read_hidden: bool = True
     refined: int | None = None  # candidates of each position, for DSpine's refinement
+    correlated: Correlated | None = None
     told_anchor: bool = True  # the position behind the anchor hears the anchor's code
 
     @classmethod
@@ -152,6 +164,9 @@ def draft_block(
         noise = torch.zeros(n, max(len(embedding), len(head)))
     if s.domino is not None:
         return _domino(s.domino, weights, embedding * s.embedding_scale, h, base, noise, ids)
+    if s.correlated is not None:
+        embedding = target.get_input_embeddings().weight.float()
+        return _correlated(s, s.correlated, weights, embedding, h[1:], base[1:], c[-1], noise)
     token, state = anchor, torch.zeros(0)
     tokens: list[int] = []
     target_ids = torch.arange(len(head))[: s.columns]
@@ -223,8 +238,85 @@ def _selected(
     return best
 
 
+def _correlated(
+    s: Semantics,
+    r: Correlated,
+    weights: dict[str, Tensor],
+    embedding: Tensor,
+    h: Tensor,
+    base: Tensor,
+    context: Tensor,
+    noise: Tensor,
+) -> list[int]:
+    """LiLiCorr's rule, as SGLang 0.5.23 has it. h: [S, H]; context: [H], before the anchor."""
+    prefix = "lilicorr."
+    w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def unit(x: Tensor) -> Tensor:
+        scaled: Tensor = x / x.norm()
+        return scaled
+
+    silu = torch.nn.functional.silu
+    k, slots = r.candidates, range(len(h))
+    log_probs, ids = base[:, : len(embedding)].log_softmax(-1).sort(dim=-1, descending=True)
+    states, at = [], []
+    for slot in slots:
+        for rank in range(k):
+            logp = log_probs[slot, rank]
+            share = rank / max(1, k - 1) if r.reads_ranks else 0.0
+            gap, top = float(logp - log_probs[slot, 0]), float(rank == 0)
+            features = torch.tensor([float(logp), float(logp.exp()), gap, share, top])
+            normed = (features - features.mean()) / (features.var(unbiased=False) + 1e-5).sqrt()
+            normed = normed * w["feature_norm.weight"] + w["feature_norm.bias"]
+            token = embedding[ids[slot, rank]]
+            x = linear("token_proj", token) if "token_proj.weight" in w else token
+            x = x + linear("pass_hidden_proj", h[slot])
+            x = x + linear("feature_mlp.down_proj", silu(linear("feature_mlp.up_proj", normed)))
+            states.append(
+                x + w["slot_embedding"][0, 0, slot, 0] + w["rank_embedding"][0, 0, 0, rank]
+            )
+            at.append(slot)
+    x, size = torch.stack(states), len(states[0])
+    for i in range(len([name for name in w if name.endswith("attn.in_proj_bias")])):
+        layer = f"layers.{i}."
+        y = _norm(x, w[f"{layer}attn_norm.weight"], s.eps)
+        qkv = y @ w[f"{layer}attn.in_proj_weight"].T + w[f"{layer}attn.in_proj_bias"]
+        mixed = torch.empty_like(x)
+        place = torch.tensor(at)
+        apart = place[:, None] - place
+        bias = w["relative_slot_bias"][:, apart + s.block_size - 1]
+        bias = bias + (apart == 0) * w["same_slot_bias"][:, None, None]
+        for head in range(r.heads):
+            part = slice(head * size // r.heads, (head + 1) * size // r.heads)
+            q, key, value = (each[:, part] for each in qkv.chunk(3, dim=1))
+            score = q @ key.T / q.shape[1] ** 0.5 + bias[head]
+            mixed[:, part] = score.softmax(-1) @ value
+        x = x + linear(f"{layer}attn.out_proj", mixed)
+        y = _norm(x, w[f"{layer}mlp_norm.weight"], s.eps)
+        x = x + linear(f"{layer}mlp.down_proj", silu(linear(f"{layer}mlp.up_proj", y)))
+    x = _norm(x, w["output_norm.weight"], s.eps).view(len(h), k, size)
+    anchor = linear("context_proj", context if r.reads_context else torch.zeros_like(context))
+    anchor = _norm(anchor, w["anchor_norm.weight"], s.eps)
+    going, drafts = unit(linear("anchor_out_head", anchor)), []
+    for slot in slots:
+        coming, leaving = [], []
+        for state in x[slot]:
+            factor = silu(linear("factor_input_proj", torch.cat([state, anchor, state * anchor])))
+            coming.append(unit(linear("in_head", factor)))
+            leaving.append(unit(linear("out_head", factor)))
+        tokens = ids[slot, :k]
+        best = int((r.scale * torch.stack(coming) @ going + noise[slot][tokens]).argmax())
+        drafts.append(int(tokens[best]))
+        going = leaving[best]
+    return drafts
+
+
 def _told(rank: int, vector: Tensor) -> Tensor:
-    return rank**0.5 * vector / vector.norm()
+    told: Tensor = rank**0.5 * vector / vector.norm()
+    return told
 
 
 def _heard(weights: dict[str, Tensor], layer: int, x: Tensor, before: Tensor) -> Tensor:
@@ -233,7 +325,8 @@ def _heard(weights: dict[str, Tensor], layer: int, x: Tensor, before: Tensor) ->
     own = _told(len(before), w[f"readouts.{layer}.weight"] @ x)
     gate = w["receiver_gate.weight"] @ own + w["predecessor_gate.weight"] @ before + w["bias"]
     written = w[f"writes.{layer}.weight"] @ (gate.sigmoid() * (w["message.weight"] @ before))
-    return x + x.norm() / len(x) ** 0.5 * written
+    heard: Tensor = x + x.norm() / len(x) ** 0.5 * written
+    return heard
 
 
 def _injected(s: Semantics, weights: dict[str, Tensor], i: int, x: Tensor, anchor: int) -> Tensor:

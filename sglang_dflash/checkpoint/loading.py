@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ STACKED: tuple[tuple[str, str, Shard], ...] = (  # (parameter, its part in the c
     ("mlp.gate_up_proj", "mlp.gate_proj", 0),
     ("mlp.gate_up_proj", "mlp.up_proj", 1),
 )
+
+OF_LAYER = re.compile(r"layers\.\d+\.")  # of the draft. Heads have layers of their own
 
 
 def load(
@@ -90,7 +93,7 @@ def load(
 def _stacked(name: str) -> tuple[str, Shard | None]:
     """The parameter that holds a tensor, and the tensor's shard of it. None: it is not stacked."""
     for parameter, part, shard in STACKED:
-        if f".{part}." in name:
+        if OF_LAYER.match(name) and f".{part}." in name:
             return name.replace(part, parameter), shard
     return name, None
 

@@ -11,11 +11,11 @@ from sglang_dflash.errors import Refusal, shown
 # Methods by a key that only their configs have, or by how such keys begin.
 XPRESS = "XPress (a head refines the block in several passes)"
 BY_KEY = {
-    "lilicorr_": "LiLiCorr (a transformer over candidates)",
     "hspec_": "H-Spec (mamba layers beside attention to the target's own KV)",
     "num_jacobi_passes": XPRESS,
     "xpress_": XPRESS,
 }
+OF_TWO = "dflash2", "lilicorr"  # formats that have the convolutions of DFlash 2
 TARGET_KV = "DSpark on the target's KV (its blocks attend to the target's own KV)"
 
 
@@ -46,7 +46,7 @@ def other_method(raw: dict[str, Any], file: Path, found: str | None) -> Refusal 
     if any(fields.get("conditioning_source") == "target_kv" for fields in (raw, method)):
         return refused(f"a draft of {TARGET_KV}")
     of_two = any(key.startswith(("selector_", "conv_")) for key in keys)
-    if kind != "dflash2" and found != "dflash2" and (of_two or "dflash2" in name):
+    if kind != "dflash2" and found not in OF_TWO and (of_two or "dflash2" in name):
         return refused("a DFlash 2 checkpoint of an unknown form")
     # The other formats also match drafts of DFlash, or have its fields.
     if found not in (None, "zlab", "dflash2", "speculators") or kind == "dspark":

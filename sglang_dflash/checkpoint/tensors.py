@@ -27,8 +27,8 @@ from sglang_dflash.errors import Refusal, shown
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Tensors of other kinds than floating ones.
-KINDS = {"d2t": ("an integer", ("I64", "I32"))}
-BOOLEAN = "a boolean", ("BOOL",)
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {"d2t": ("an integer", ("I64", "I32"))}
+BOOLEAN: tuple[str, tuple[str, ...]] = ("a boolean", ("BOOL",))
 HEADER_LIMIT = 16 * MB  # bytes of one file, 100,000 tensors; its parser takes up to 22 times more
 VALUES_AT_ONCE = 2**24
 TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
@@ -260,9 +260,7 @@ def faults(config: DFlashConfig, tensors: Tensors) -> list[str]:
             missing.append(f"missing {name}")
             continue
         dtype, stored = tensors.found[name]
-        kind, dtypes = KINDS.get(name, ("a floating", FLOATS))
-        if name in optional:
-            kind, dtypes = BOOLEAN
+        kind, dtypes = BOOLEAN if name in optional else KINDS.get(name, ("a floating", FLOATS))
         if stored != shape:
             mismatched.append(f"{name} has shape {shown(list(stored))}, not {list(shape)}")
         elif dtype not in dtypes:

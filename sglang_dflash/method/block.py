@@ -41,6 +41,13 @@ class Block:
         return None if self.ragged is None else self.ragged.lens
 
     @property
+    def starts(self) -> Tensor:
+        """The row of each anchor in a forward, [B] int64."""
+        if self.ragged is not None:
+            return self.ragged.lens.cumsum(0) - self.ragged.lens
+        return torch.arange(len(self.token_ids), device=self.token_ids.device) * self.width
+
+    @property
     def requests(self) -> Tensor | None:
         """The request of each row of a forward, [T] int64. None: all have N, one by one."""
         return None if self.ragged is None else self.ragged.indices // self.width

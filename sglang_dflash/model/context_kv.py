@@ -35,6 +35,7 @@ class ContextKV:
         self._model = model
         self._kernels = kernels
         self._queues_work = queues_work
+        self.keeps_last = model.head.reads_last_context
         self._attention: list[Any] = [layer.self_attn for layer in model.layers]
         attention = self._attention
         first = attention[0]
@@ -77,12 +78,24 @@ class ContextKV:
             chunk = slice(start, start + TOKEN_CHUNK)
             self._write(hidden_states[chunk], positions[chunk], slots[chunk])
 
+    def keep_last(self, hidden_states: Tensor, last: Tensor, rows: Tensor) -> None:
+        """Keep the context of each request's last token for the draft's head.
+
+        hidden_states: as in `write`; last: [B] int64, its index there; rows: [B] integers, the
+        requests' of `req_to_token`.
+        """
+        self._model.head.last_context[rows.long()] = self._context(hidden_states[last])
+
     def _write(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
-        features = states[:, : self._model.fc.in_features]
-        context = self._model.hidden_norm(self._model.fc(features))  # [n, H]
-        kv = self._project(context).view(-1, *self._shape)
+        kv = self._project(self._context(states)).view(-1, *self._shape)
         cos_sin = self._cos_sin(positions)
         self._kernels.store_kv(kv, self._norm, self._eps, cos_sin, slots, self._pools)
+
+    def _context(self, states: Tensor) -> Tensor:
+        """[n, >= K*H_target] -> [n, H]."""
+        features = states[:, : self._model.fc.in_features]
+        context: Tensor = self._model.hidden_norm(self._model.fc(features))
+        return context
 
     def _cos_sin(self, positions: Tensor) -> Tensor:
         """RoPE tables at these positions: [n, L, D], or [n, 1, D] if all layers share one."""

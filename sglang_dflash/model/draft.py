@@ -61,7 +61,7 @@ class DFlashDraftModel(nn.Module):
             self.mask_embedding: Tensor
         self.head: DraftHead = family.head(dflash)
         self.vocabulary: Vocabulary
-        self.noise: NoiseTable  # of the target's draws; it is set before the first forward
+        self.noise: NoiseTable  # of the target's draws
         self.return_probs: bool
 
     def bind(self, target: Any, kernels: Kernels, return_probs: bool, width: int) -> None:
@@ -82,6 +82,14 @@ class DFlashDraftModel(nn.Module):
         scale = self.dflash.embedding_scale
         own = getattr(self.vocabulary.embed, "embed_scale", 1.0)
         self._embedding_factor = 1.0 if scale is None else scale / float(own)
+
+    def keep(self, noise: NoiseTable) -> None:
+        """Take the noise of the target's draws, and make room for what the head keeps beside it.
+
+        Requests have the same rows there.
+        """
+        self.noise = noise
+        self.head.make_room(len(noise.seeds))
 
     def _drop_copies(self, target: Any) -> None:
         """Share the target's embedding and LM head where the checkpoint holds copies of them.

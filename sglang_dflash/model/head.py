@@ -19,6 +19,9 @@ class DraftHead(nn.Module):
 
     # The last bits of a result may differ between ranks. Those of the first rank count.
     rank_local = True
+    # It reads the context of the last committed token before each block, `last_context`.
+    reads_last_context = False
+    last_context: Tensor  # [R, H] by the request's row of `req_to_token`
     vocabulary: Vocabulary
     embed: Callable[[Tensor], Tensor]
     norm: Callable[[Tensor], Tensor]
@@ -44,6 +47,12 @@ class DraftHead(nn.Module):
         self.embed = embed
         self.norm = norm
         self.width = width
+
+    def make_room(self, rows: int) -> None:
+        """Make room for what it keeps of each request. rows: R, of `req_to_token`."""
+        if self.reads_last_context:
+            like = next(self.parameters())
+            self.last_context = like.new_zeros(rows, self.config.hidden_size).detach()
 
     def after_layer(
         self, layer: int, hidden: Tensor, residual: Tensor, token_ids: Tensor

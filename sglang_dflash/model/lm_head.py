@@ -84,6 +84,7 @@ class Vocabulary:
         """offsets: [draft vocabulary] int64, target id - draft id."""
         head: Any = lm_head(target) if own_head is None else own_head
         of_target: Any = token_embedding(target)
+        self.embed_as_target = of_target
         self.embed = of_target if embedding is None else embedding
         self.target_size: int = of_target.num_embeddings
         self.lm_head = head
@@ -170,6 +171,15 @@ class Vocabulary:
         order = values.sort(dim=1, descending=True, stable=True).indices
         first = order[:, :count].sort(dim=1).values
         return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))
+
+    def likeliest(self, logits: Tensor, count: int) -> Candidates:
+        """As `candidates`, by falling logit, with log-probabilities for logits."""
+        ids, values = self.candidates(logits, count)
+        order = values.sort(dim=1, descending=True, stable=True).indices
+        partition = logits.float().logsumexp(dim=1)
+        if self._ranks > 1:
+            partition = self._group.all_gather(partition[None], dim=0).logsumexp(dim=0)
+        return Candidates(ids.gather(1, order), values.gather(1, order) - partition[:, None])
 
     def scores(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """The LM head's output for some tokens alone, the same on every rank.

@@ -60,6 +60,9 @@ class Prefill:
         copy = HostCopy(first)
         positions = forward_batch.positions.long()
         self._context_kv.write(output.hidden_states, positions, batch.out_cache_loc)
+        if self._context_kv.keeps_last:
+            last = forward_batch.extend_seq_lens.cumsum(0) - 1
+            self._context_kv.keep_last(output.hidden_states, last, batch.req_pool_indices)
         if batch.return_hidden_states:
             _append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None

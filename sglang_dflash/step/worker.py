@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
+from torch import Tensor
 
 from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
@@ -97,7 +98,7 @@ class DFlashWorker:
         choice = drafted.planned or self.verify_width.choose(block, batch.reqs)
         verified = self.verifier.verify(batch, choice.block)
         copy = HostCopy(verified.accepted.packed)
-        self._write_context(verified)
+        self._write_context(verified, batch.req_pool_indices)
         following = self.next_draft.after_verify(batch, verified, copy)
         return StepInFlight(block, choice, verified, copy, following)
 
@@ -108,10 +109,15 @@ class DFlashWorker:
         step.choice.learn(step.verified.accepted.outcome)
         return self.committer.commit(batch, step.block, step.verified, outcome)
 
-    def _write_context(self, verified: VerifyResult) -> None:
+    def _write_context(self, verified: VerifyResult, rows: Tensor) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
-        slots = verified.block.flatten(verified.accepted.kv_slots)
-        self.context_kv.write(verified.output.hidden_states, verified.positions, slots)
+        block, accepted = verified.block, verified.accepted
+        slots = block.flatten(accepted.kv_slots)
+        states = verified.output.hidden_states
+        self.context_kv.write(states, verified.positions, slots)
+        if self.context_kv.keeps_last:
+            last = block.starts + accepted.outcome.num_accepted
+            self.context_kv.keep_last(states, last, rows)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""

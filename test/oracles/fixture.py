@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from test.checkpoints import write_target
-from test.worker.conftest import prompt
+from test.checkpoints import prompt, write_target
 
 FAMILIES = {  # the cases of `test.formats` that each oracle drafts
     "dspark": [
@@ -36,6 +35,7 @@ FAMILIES = {  # the cases of `test.formats` that each oracle drafts
     ],
     "dspine": ["DSpine"],
     "jetspec": ["JetSpec"],
+    "lilicorr": ["LiLiCorr", "LiLiCorr of the draft's width"],
     "dflash2_speculators": ["speculators DFlash 2", "speculators DFlash 2 from the anchor"],
 }
 PROMPT, TOKENS = prompt(41, 30), 40

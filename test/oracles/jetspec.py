@@ -1,7 +1,8 @@
 """Drafts of JetSpec's own class on random weights, as a chain: `python -m test.oracles.jetspec`.
 
 Needs the source tree of github.com/hao-ai-lab/JetSpec (2c7b3fa, June 2026) on PYTHONPATH. The
-fixture was written with Transformers 5.8.1 and PyTorch 2.11, in fp32. The class runs without a cache.
+fixture was written with Transformers 5.8.1 and PyTorch 2.11, in fp32. The class runs without a
+cache.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.method.noise import SHARES, gumbel
 from sglang_dflash.step.noise import is_sampled
 from test.adapters import adapter_id
-from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
+from test.checkpoints import LAYERS, draft_config, draft_weights, prompt, write_draft
 from test.cuts import verify_any_rows
 from test.forced import Forced, put_drafter
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.reference import Semantics, draft_block
 from test.targets import write
-from test.worker.conftest import facts, prompt
+from test.worker.conftest import facts
 
 SHARED = prompt(900, 36)  # a common prefix of several prompts, a little over two pages
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -13,10 +13,10 @@ from sglang_dflash.adaptive.verify_width import AdaptiveWidth
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.targets import lora as adapters
 from test.adapters import write_adapter
-from test.checkpoints import write_draft
+from test.checkpoints import prompt, write_draft
 from test.cuts import verify_any_rows
 from test.rehearsal.serving import Asked, N, add, engine, forced, small_draft, write_hybrid_pair
-from test.worker.conftest import facts, prompt
+from test.worker.conftest import facts
 
 pytestmark = pytest.mark.ci
 

@@ -11,10 +11,9 @@ from triton.compiler.errors import CompilationError
 
 from sglang_dflash.kernels import store_kv
 from sglang_dflash.settings.options import VERIFY_WIDTH
-from test.checkpoints import write_draft, write_target
+from test.checkpoints import prompt, write_draft, write_target
 from test.rehearsal.device import kernels
 from test.rehearsal.serving import HEADS, N, engine, once_each, small_draft
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

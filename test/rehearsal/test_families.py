@@ -18,10 +18,12 @@ from test.checkpoints import (
     domino_weights,
     head_weights,
     injection_weights,
+    lilicorr_weights,
+    prompt,
     selector_weights,
     write_draft,
 )
-from test.reference import Domino
+from test.reference import Correlated, Domino
 from test.rehearsal.device import kernels
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
@@ -35,7 +37,6 @@ from test.rehearsal.serving import (
     served,
     small_draft,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 
@@ -99,6 +100,25 @@ def dspine() -> Family:
     return (config, weights), {"layers": [("full", None, True)], "refined": 12}
 
 
+def lilicorr() -> Family:
+    """A LiLiCorr draft, as ModelOpt writes it."""
+    method = {
+        "target_layer_ids": [0, 1],
+        "projector_type": "lilicorr",
+        "lilicorr_candidate_topk": 4,
+        "lilicorr_hidden_size": 32,
+        "lilicorr_num_layers": 1,
+        "lilicorr_num_heads": 4,
+        "lilicorr_mlp_ratio": 3.0,
+        "lilicorr_factor_dim": 12,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 10.0,
+    }
+    config, weights = small_draft(architectures=["LiLiCorrDraftModel"], dflash_config=method)
+    weights |= lilicorr_weights(32, top_k=4, layers=1)
+    return (config, weights), {"correlated": Correlated(4)}
+
+
 def only(chosen: tuple[Any, ...], pairs: Iterable[tuple[Any, ...]]) -> list[Any]:
     """These pairs, of which all but the chosen one are `full`."""
     return [
@@ -155,6 +175,16 @@ def test_dspine(small: Path, tmp_path: Path, backend: str, page: int) -> None:
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
+@pytest.mark.parametrize(
+    ("backend", "page"), only(("fa3", 16), itertools.product(BACKENDS, [1, 16]))
+)
+def test_lilicorr(small: Path, tmp_path: Path, backend: str, page: int) -> None:
+    """The context that a step keeps is what the next replay of the draft's graph reads."""
+    family = lilicorr()
+    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
+    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+
+
 def test_confidences_choose_the_width(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +225,7 @@ def test_launches(small: Path, tmp_path: Path) -> None:
         "DFlash 2": dflash2(),
         "Domino": domino(shifted=False),
         "DSpine": dspine(),
+        "LiLiCorr": lilicorr(),
     }
     counted = {}
     for name, (draft, _) in families.items():

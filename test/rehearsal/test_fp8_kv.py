@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
 
 from sglang_dflash.errors import Refusal
-from test.checkpoints import LAYERS, write_draft
+from test.checkpoints import LAYERS, prompt, write_draft
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import (
@@ -29,7 +29,6 @@ from test.rehearsal.serving import (
     small_draft,
 )
 from test.targets import write_modelopt
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from sglang_dflash.settings.options import DRAFT_AHEAD
-from test.checkpoints import VOCAB, write_tokenizer
+from test.checkpoints import VOCAB, prompt, write_tokenizer
 from test.rehearsal.device.memory import LOG
 from test.rehearsal.serving import GRAMMAR, SHARED, Asked, N, answer, assert_drafts, engine, served
-from test.worker.conftest import prompt
 
 WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|endoftext|>")
 FIRST_WORD = 151  # behind the mask token

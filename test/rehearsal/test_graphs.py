@@ -11,6 +11,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from test.checkpoints import prompt
 from test.cuts import verify_parts
 from test.precision import HIDDEN_STATE_BOUND
 from test.rehearsal.device.memory import Recording
@@ -26,7 +27,6 @@ from test.rehearsal.serving import (
     serve,
     served,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

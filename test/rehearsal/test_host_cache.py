@@ -14,11 +14,12 @@ from sglang.srt.mem_cache import memory_pool_host
 
 from sglang_dflash.settings.options import DRAFT_AHEAD
 from test.adapters import write_adapter
+from test.checkpoints import prompt
 from test.inprocess import InProcess
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, add, answer, assert_drafts, assert_exact, engine, recorded
-from test.worker.conftest import facts, prompt
+from test.worker.conftest import facts
 
 pytestmark = pytest.mark.ci
 

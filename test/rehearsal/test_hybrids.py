@@ -29,6 +29,7 @@ from sglang_dflash.targets.replay_states import (
     launch_replay_states,
     replay_states_in_torch,
 )
+from test.checkpoints import prompt
 from test.rehearsal.device import kernels
 from test.rehearsal.device.memory import CUDA
 from test.rehearsal.mutation import Change, mutate
@@ -41,7 +42,6 @@ from test.rehearsal.serving import (
     serve,
     write_hybrid_pair,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
-from test.checkpoints import LAYERS, write_draft
+from test.checkpoints import LAYERS, prompt, write_draft
 from test.rehearsal.device import attention
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
@@ -29,7 +29,6 @@ from test.rehearsal.serving import (
     small_draft,
 )
 from test.targets import TARGETS, write
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

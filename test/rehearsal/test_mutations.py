@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test.checkpoints import write_draft
+from test.checkpoints import prompt, write_draft
 from test.rehearsal.device.memory import DeviceError
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import (
@@ -20,7 +20,6 @@ from test.rehearsal.serving import (
     small_draft,
     two_drafts,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

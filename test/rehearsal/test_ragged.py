@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from test.checkpoints import prompt
 from test.cuts import verify_any_rows
 from test.inprocess import InProcess
 from test.rehearsal.device.memory import LOG, DeviceError
@@ -23,7 +24,6 @@ from test.rehearsal.serving import (
     engine,
     serve,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

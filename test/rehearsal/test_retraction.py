@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.settings.options import VERIFY_WIDTH
+from test.checkpoints import prompt
 from test.cuts import verify_any_rows
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import (
@@ -19,7 +20,6 @@ from test.rehearsal.serving import (
     once_each,
     serve,
 )
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

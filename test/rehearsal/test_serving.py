@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.settings.options import DRAFT_AHEAD
-from test.checkpoints import VOCAB, speculators_draft, write_draft
+from test.checkpoints import VOCAB, prompt, speculators_draft, write_draft
 from test.rehearsal.serving import (
     GRAMMAR,
     HEADS,
@@ -23,7 +23,6 @@ from test.rehearsal.serving import (
     small_draft,
     two_drafts,
 )
-from test.worker.conftest import prompt
 
 BACKENDS = ["fa3", "flashinfer", "triton"]
 GRAPHS = [True, pytest.param(False, marks=pytest.mark.full)]

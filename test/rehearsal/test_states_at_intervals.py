@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_dflash.settings.options import VERIFY_WIDTH
+from test.checkpoints import prompt
 from test.forced import Forced, put_drafter
 from test.rehearsal.mutation import Change, mutate
 from test.rehearsal.serving import AT_INTERVALS, Asked, answer, engine, serve, write_hybrid_pair
-from test.worker.conftest import prompt
 
 pytestmark = pytest.mark.ci
 

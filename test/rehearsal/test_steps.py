@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang_dflash.settings.options import DRAFT_AHEAD
+from test.checkpoints import prompt
 from test.inprocess import InProcess
 from test.rehearsal.device.memory import LOG
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import Asked, N, answer, engine
-from test.worker.conftest import prompt
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 OURS = "step/copies.py:wait event"

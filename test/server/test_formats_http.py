@@ -12,12 +12,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.tools.launch import Server
+from test.checkpoints import prompt
 from test.formats import (
     Case,
     deepspec,
     dflash2,
     domino,
     dspine,
+    lilicorr,
     nemo,
     specforge,
     speculators,
@@ -26,7 +28,6 @@ from test.formats import (
 )
 from test.reference import Semantics, draft_block
 from test.servers import STRICT
-from test.worker.conftest import prompt
 
 FLAGS = ["--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "4"]
 TOKENS = 80
@@ -41,6 +42,7 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "DFlash 2": dflash2,
     "Domino": domino,
     "DSpine": dspine,
+    "LiLiCorr": lilicorr,
 }
 
 

@@ -255,6 +255,32 @@ def test_bad_fields_of_dspine_are_named(
     assert whole_sentences(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lilicorr_enabled": False}, "has lilicorr_enabled = False"),
+        ({"lilicorr_factor_dim": None}, "has no lilicorr_factor_dim"),
+        ({"lilicorr_candidate_topk": VOCAB + 1}, "more than vocab_size = 160"),
+        ({"lilicorr_num_heads": 5}, "does not divide the head's hidden size 32"),
+        ({"lilicorr_logit_scale": 0.0}, "lilicorr_logit_scale = 0.0"),
+        ({"lilicorr_dropout": 0.1}, "not known"),
+        ({"conv_kernel_size": 3}, "has conv_kernel_size but no conv_group_size"),
+        ({"sample_from_anchor": True}, "has sample_from_anchor"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"selector_rank": 16, "selector_top_k": 4}, "not known"),
+    ],
+    ids=str,
+)
+def test_bad_fields_of_lilicorr_are_named(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    config, _, _ = formats.lilicorr(**fields)
+    with pytest.raises(Refusal, match=r"config\.json") as caught:
+        load_config(write(tmp_path, config))
+    assert words in caught.value.what
+    assert whole_sentences(caught.value)
+
+
 def test_blocks_of_dspine_are_causal_unless_they_say_otherwise(tmp_path: Path) -> None:
     config, _, _ = formats.sliding_dspine()
     del config["is_causal"]

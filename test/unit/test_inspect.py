@@ -75,6 +75,7 @@ def test_a_block_counts_the_anchor(capsys: pytest.CaptureFixture[str], tmp_path:
         ("DFlash 2", "DFlash 2", ["8 (7 drafts)", "convolutions (3 taps)", "selector (12"]),
         ("Domino", "Domino", ["8 (7 drafts)", "prefix GRU"]),
         ("DSpine", "DSpine", ["8 (7 drafts)", "injection (rank 24, messages of 20)", "(12 cand"]),
+        ("LiLiCorr", "LiLiCorr", ["8 (7 drafts)", "(8 candidates, 2 layers of 32)"]),
         ("DSpine of Tencent", "DSpine", ["16 (15 drafts)", "(16 candidates)"]),
     ],
 )

@@ -76,6 +76,8 @@ PLACES: dict[str, Callable[[Config], Config]] = {
     "DFlash 2 dflash_config": inside("DFlash 2", "dflash_config"),
     "DSpine": at_top("DSpine"),
     "DSpine dflash_config": inside("DSpine", "dflash_config"),
+    "LiLiCorr": at_top("LiLiCorr"),
+    "LiLiCorr dflash_config": inside("LiLiCorr", "dflash_config"),
     "Domino": at_top("Domino"),
     "Domino dflash_config": inside("Domino", "dflash_config"),
     "speculators": at_top("speculators"),
@@ -178,7 +180,6 @@ def test_keys_of_training_change_nothing(tmp_path: Path, place: str) -> None:
 
 
 METHODS: dict[str, Config] = {
-    "LiLiCorr (a transformer over candidates)": {"lilicorr_candidate_topk": 8},
     "XPress (a head refines the block in several passes)": {"xpress_rank": 64},
     "H-Spec (mamba layers beside attention to the target's own KV)": {"hspec_config": {"x": 1}},
     "DSpark on the target's KV": {"conditioning_source": "target_kv"},
@@ -544,6 +545,25 @@ PUBLISHED: dict[str, Config] = {
             "swa_window_size": 1024,
         },
     },
+    "ModelOpt, LiLiCorr": {
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": IDS
+        | {
+            "projector_type": "lilicorr",
+            "block_size": 16,
+            "causal": False,
+            "conv_kernel_size": 4,
+            "conv_group_size": 16,
+            "lilicorr_candidate_topk": 16,
+            "lilicorr_hidden_size": 1024,
+            "lilicorr_num_layers": 2,
+            "lilicorr_num_heads": 8,
+            "lilicorr_mlp_ratio": 2.0,
+            "lilicorr_factor_dim": 128,
+            "lilicorr_vector_eps": 1e-6,
+            "lilicorr_logit_scale": 20.0,
+        },
+    },
     "JetSpec": {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -603,7 +623,7 @@ def test_published_fields_are_read(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, config)
     assert found.mask_token_id == IDS["mask_token_id"]
     assert list(found.target_layer_ids) == IDS["target_layer_ids"]
-    family = re.search(r"DSpark|DSpine|DFlash 2|Domino", name)
+    family = re.search(r"DSpark|DSpine|DFlash 2|Domino|LiLiCorr", name)
     if name != "DeepSpec, DFlash":
         assert found.family.name == (family[0] if family else "DFlash")
     if name in CAUSAL:
@@ -642,7 +662,7 @@ TABLES = (
 
 
 @pytest.mark.parametrize(
-    "case", ["zlab", "speculators", "DeepSpec vanilla", "DFlash 2", "DSpine", "Domino"]
+    "case", ["zlab", "speculators", "DeepSpec vanilla", "DFlash 2", "DSpine", "LiLiCorr", "Domino"]
 )
 def test_tables_of_rope_are_no_weights(tmp_path: Path, case: str) -> None:
     config, weights, _ = CASES[case]()

@@ -29,6 +29,7 @@ SOME = {
     "Domino shifted, pure 1",
     "DFlash 2 sliding, cap, scale",
     "DSpine of Tencent",
+    "LiLiCorr convolved, padded vocabulary",
 }
 
 

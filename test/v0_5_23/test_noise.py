@@ -15,7 +15,15 @@ from test.reference import draft_block
 from test.v0_5_23.watched import PROMPT, answer_of
 
 SEED, VOCAB = 2**40 + 9, 200
-HEADS = ["zlab", "zlab sample_from_anchor", "DeepSpec rnn", "Domino", "DFlash 2", "DSpine"]
+HEADS = [
+    "zlab",
+    "zlab sample_from_anchor",
+    "DeepSpec rnn",
+    "Domino",
+    "DFlash 2",
+    "DSpine",
+    "LiLiCorr",
+]
 
 
 @pytest.mark.parametrize("case", HEADS)

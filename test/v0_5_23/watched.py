@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ def answer_of(
     target: Path, draft: Path, *flags: str, adapter: str | None = None, **options: Any
 ) -> dict[str, Any]:
     """options: sampling parameters of the request."""
+    [answer] = answers_of(target, draft, [PROMPT], *flags, adapter=adapter, **options)
+    return answer
+
+
+def answers_of(
+    target: Path,
+    draft: Path,
+    prompts: list[list[int]],
+    *flags: str,
+    adapter: str | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """The answers to several prompts, asked at once. options: sampling parameters of each."""
     pair = ("--model-path", str(target), "--speculative-draft-model-path", str(draft))
     sampling = {
         "temperature": 0,
@@ -28,13 +42,17 @@ def answer_of(
         "custom_params": {"spec_steps": True},
         **options,
     }
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    body |= {"lora_path": adapter}
-    with running(*pair, *FLAGS, *flags, dflash=True) as server:
-        answered = requests.post(f"{server.url}/generate", json=body, timeout=300)
-    assert answered.status_code == 200, answered.text
-    answer: dict[str, Any] = answered.json()
-    return answer
+    body = {"sampling_params": sampling, "return_logprob": True, "lora_path": adapter}
+
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        asked = body | {"input_ids": prompt}
+        answered = requests.post(f"{server.url}/generate", json=asked, timeout=300)
+        assert answered.status_code == 200, answered.text
+        answer: dict[str, Any] = answered.json()
+        return answer
+
+    with running(*pair, *FLAGS, *flags, dflash=True) as server, ThreadPoolExecutor() as clients:
+        return list(clients.map(ask, prompts))
 
 
 def compare_drafts(
@@ -43,6 +61,7 @@ def compare_drafts(
     semantics: Semantics,
     weights: dict[str, Any],
     window: tuple[int, int] | None = None,
+    prompt: list[int] = PROMPT,
 ) -> None:
     """The drafts of each step are those of an independent reading; model: Transformers' target.
 
@@ -52,7 +71,7 @@ def compare_drafts(
     steps = meta["spec_steps"]
     assert len(steps) == meta["spec_verify_ct"] > 5
     for step in steps:
-        ids = PROMPT + output[: step["place"]]
+        ids = prompt + output[: step["place"]]
         first = 0
         if window is not None:
             size, page = window

@@ -22,11 +22,6 @@ Alone: TypeAlias = Callable[..., list[dict[str, Any]]]  # the fixture of that na
 Cut: TypeAlias = Callable[[InProcess], None]  # the fixtures `cuts` and `cut_apart`
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    """Random token ids that are neither EOS nor the mask."""
-    return random.Random(seed).choices(range(5, 140), k=length)
-
-
 @pytest.fixture(scope="session")
 def target(small: Path) -> str:
     return str(small / "target")

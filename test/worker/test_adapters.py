@@ -17,14 +17,14 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.adapters import adapter_id, merged, vocabulary_of, write_adapter
 from test.arguments import arguments
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import draft_config, draft_weights, prompt, write_draft
 from test.cuts import verify_any_rows
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.reference import Semantics, draft_block
 from test.targets import write
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import facts, force
 
 LONG = {"max_new_tokens": 30, "ignore_eos": True}
 SEEDED = LONG | {"temperature": 0.8, "sampling_seed": 5}

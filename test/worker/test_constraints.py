@@ -12,9 +12,10 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
+from test.checkpoints import prompt
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND, LOGPROB_BOUND
-from test.worker.conftest import Alone, Cut, facts, force, join, prompt
+from test.worker.conftest import Alone, Cut, facts, force, join
 
 N: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}

@@ -20,9 +20,9 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from sglang_dflash.targets import kv_dtype as target_kv
 from test.arguments import arguments
+from test.checkpoints import prompt
 from test.inprocess import InProcess
 from test.targets import HEADS, SIZES, save_config
-from test.worker.conftest import prompt
 
 
 def changed_target(target: str, folder: Path, **changes: object) -> str:

@@ -11,12 +11,20 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.step import prefill
 from sglang_dflash.step.copies import HostCopy
-from test.checkpoints import BLOCK, HIDDEN, draft_config, draft_weights, write_draft, write_target
+from test.checkpoints import (
+    BLOCK,
+    HIDDEN,
+    draft_config,
+    draft_weights,
+    prompt,
+    write_draft,
+    write_target,
+)
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.reference import Semantics, draft_block, features
 from test.traces import draft_kv, record, trace
-from test.worker.conftest import Alone, force, prompt
+from test.worker.conftest import Alone, force
 
 
 def test_drafts_equal_plain_pytorch(target: str, draft: str, model: Qwen3ForCausalLM) -> None:

@@ -20,8 +20,8 @@ from sglang_dflash.method.acceptance import accept
 from sglang_dflash.method.block import Block
 from sglang_dflash.step.noise import Noise
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
+from test.checkpoints import prompt
 from test.inprocess import InProcess
-from test.worker.conftest import prompt
 
 REQUESTS, POSITIONS = 10, 20_000  # 200,000 draws
 VOCAB = 12

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from test.checkpoints import word
+from test.checkpoints import prompt, word
 from test.forced import Forced
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
-from test.worker.conftest import Alone, Request, facts, force, prompt
+from test.worker.conftest import Alone, Request, facts, force
 
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
 

@@ -20,11 +20,11 @@ from sglang_dflash.cpu.limits import KV_BYTES, _bytes_bound
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
 from test.arguments import arguments
-from test.checkpoints import LAYERS
+from test.checkpoints import LAYERS, prompt
 from test.inprocess import InProcess
 from test.precision import ROUNDED_KV, SCALED_KV_LARGEST, SCALED_KV_LOGPROB
 from test.targets import write_modelopt
-from test.worker.conftest import each_alone, facts, join, prompt
+from test.worker.conftest import each_alone, facts, join
 
 SHARED = prompt(50, 40)
 LONG = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}

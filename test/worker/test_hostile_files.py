@@ -26,9 +26,9 @@ from sglang_dflash.errors import LONGEST, Refusal
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tools.inspect import Report, inspect, show
 from test.arguments import arguments
+from test.checkpoints import prompt
 from test.damage import Folder, folders, sound, write_folder
 from test.inprocess import InProcess
-from test.worker.conftest import prompt
 
 PROMPT, TOKENS = prompt(3, 12), 12
 SECONDS = 20.0  # for one mutation on a busy machine; a hang takes longer

@@ -12,11 +12,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_dflash.targets import hybrid as hybrid_targets
 from sglang_dflash.tools.launch import free_port
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import draft_config, draft_weights, prompt, write_draft
 from test.inprocess import InProcess
 from test.ranks import on_two_ranks
 from test.targets import write
-from test.worker.conftest import force, prompt
+from test.worker.conftest import force
 
 Turns = list[list[int]]
 LENGTHS = (9, 14, 7)  # of the answers of a session

@@ -16,11 +16,11 @@ from sglang.srt.configs.mamba_utils import (
 
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from sglang_dflash.targets.hybrid import bytes_of_inputs
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import draft_config, draft_weights, prompt, write_draft
 from test.inprocess import InProcess
 from test.rehearsal.mutation import mutate
 from test.targets import write
-from test.worker.conftest import Cut, Request, each_alone, facts, force, join, prompt
+from test.worker.conftest import Cut, Request, each_alone, facts, force, join
 
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
 NEXT, WITH_IMAGES = "Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"

@@ -18,11 +18,11 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalProcessorOutput,
 )
 
-from test.checkpoints import VOCAB, draft_config, draft_weights, write_draft
+from test.checkpoints import VOCAB, draft_config, draft_weights, prompt, write_draft
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.targets import IMAGE_TOKENS, write
-from test.worker.conftest import facts, force, prompt
+from test.worker.conftest import facts, force
 
 SEEDS = (1, 2, 3)
 LONG = {"max_new_tokens": 30, "ignore_eos": True, "return_logprob": True}

@@ -10,14 +10,16 @@ from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.kernels.biased_argmax import biased_largest_in_torch
 from sglang_dflash.model import head
-from test.checkpoints import BLOCK
+from test.checkpoints import BLOCK, prompt
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
 from test.reference import draft_block
 from test.traces import record, trace
-from test.worker.conftest import prompt
 
-FAMILIES = ["DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted", "DSpine"]
+FAMILIES = [
+    *("DeepSpec rnn", "SpecForge DSpark rnn fill-in", "DFlash 2", "Domino shifted", "DSpine"),
+    "LiLiCorr",
+]
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "speculators DFlash 2 from the anchor"])
@@ -58,6 +60,8 @@ def test_requests_of_a_batch_do_not_mix(
         ("Domino", 3),
         ("DSpine", 2),
         ("DSpine of Tencent", 5),
+        ("LiLiCorr", 2),
+        ("LiLiCorr of the draft's width", 5),
     ],
 )
 def test_shorter_blocks(

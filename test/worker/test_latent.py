@@ -15,11 +15,11 @@ from sglang_dflash.cpu import shims
 from sglang_dflash.cpu.limits import KV_BYTES, _bytes_bound
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.arguments import arguments
-from test.checkpoints import LAYERS, draft_config, draft_weights, write_draft
+from test.checkpoints import LAYERS, draft_config, draft_weights, prompt, write_draft
 from test.inprocess import InProcess
 from test.precision import LOGPROB_BOUND
 from test.targets import LATENT, write
-from test.worker.conftest import Cut, Request, each_alone, facts, join, prompt
+from test.worker.conftest import Cut, Request, each_alone, facts, join
 
 SEEDED: dict[str, Any] = {"enable_deterministic_inference": True}
 LONG = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}

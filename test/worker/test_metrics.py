@@ -17,8 +17,9 @@ from sglang_dflash.report.metrics import (
 )
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from sglang_dflash.step.policies import CommittedStep, CommittedTokens
+from test.checkpoints import prompt
 from test.inprocess import InProcess
-from test.worker.conftest import force, prompt
+from test.worker.conftest import force
 
 RATE = re.compile(r"accept len: ([0-9.]+), accept rate: ([0-9.]+)")
 

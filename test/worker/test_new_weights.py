@@ -10,9 +10,8 @@ import torch
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 
-from test.checkpoints import HIDDEN, VOCAB
+from test.checkpoints import HIDDEN, VOCAB, prompt
 from test.inprocess import InProcess
-from test.worker.conftest import prompt
 
 NAME = "model.embed_tokens.weight"
 

@@ -15,11 +15,12 @@ from sglang_dflash.method.noise import BEGIN, SHARES, gumbel
 from sglang_dflash.settings.options import DRAFT_AHEAD
 from sglang_dflash.tiny import DRAFT, TARGET
 from sglang_dflash.tiny.prompts import held_out
+from test.checkpoints import prompt
 from test.formats import CASES, by_own_names, write
 from test.inprocess import InProcess
 from test.reference import draft_block
 from test.traces import record
-from test.worker.conftest import force, prompt
+from test.worker.conftest import force
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 40, "ignore_eos": True}
 SEED, VOCAB = 2**63 - 3, 200
@@ -37,6 +38,7 @@ HEADS = [
     "speculators DFlash 2 from the anchor",
     "DSpine",
     "DSpine sliding, cap, padded vocabulary",
+    "LiLiCorr",
 ]
 
 

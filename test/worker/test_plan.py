@@ -9,8 +9,9 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
+from test.checkpoints import prompt
 from test.inprocess import InProcess
-from test.worker.conftest import Alone, prompt
+from test.worker.conftest import Alone
 
 
 class Graphs:

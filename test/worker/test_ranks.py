@@ -16,12 +16,11 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.engine.v0_5_13 import server_args as rules
 from sglang_dflash.tools.launch import free_port
-from test.checkpoints import draft_config, draft_weights, write_draft
+from test.checkpoints import draft_config, draft_weights, prompt, write_draft
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.ranks import on_two_ranks
 from test.targets import write
-from test.worker.conftest import prompt
 
 IDS = prompt(3, 24)
 LAYER_IDS = [0, 1, 2]  # behind the last layer there is a norm, which makes it whole

@@ -129,12 +129,13 @@ def test_quantised_drafts_on_a_cpu(target: str, draft: str, tmp_path: Path, meth
 def test_drafts_that_read_a_quantised_head(target: str, tmp_path: Path, family: str) -> None:
     """An int8 weight, and none at all as in AWQ: refused where rows of it are read."""
     drafts = arguments(target, str(write(tmp_path, *CASES[family]()[:2])))
-    model = nn.Module()
-    model.lm_head = nn.Embedding(VOCAB, HIDDEN)
+    model, head = nn.Module(), nn.Module()
+    model.lm_head = head
+    head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
     check_loaded_head(drafts, model)
     int8 = nn.Parameter(torch.zeros(VOCAB, HIDDEN, dtype=torch.int8), requires_grad=False)
     for weight in (int8, None):
-        model.lm_head.weight = weight
+        head.register_parameter("weight", weight)
         if family == "DFlash 2":
             check_loaded_head(drafts, model)
             continue

@@ -12,9 +12,10 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import DRAFT_AHEAD
+from test.checkpoints import prompt
 from test.forced import Forced
 from test.inprocess import InProcess
-from test.worker.conftest import Alone, Request, facts, force, prompt
+from test.worker.conftest import Alone, Request, facts, force
 
 
 @pytest.fixture(autouse=True, params=["off", "on"])

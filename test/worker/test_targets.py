@@ -23,6 +23,7 @@ from test.checkpoints import (
     VOCAB,
     draft_config,
     draft_weights,
+    prompt,
     speculators_draft,
     write_draft,
 )
@@ -31,7 +32,6 @@ from test.precision import HIDDEN_STATE_BOUND
 from test.reference import Semantics, draft_block
 from test.targets import HYBRIDS, KIMI, MULTIMODAL, TARGETS, write
 from test.traces import trace
-from test.worker.conftest import prompt
 
 LAYER_IDS = [0, 2, LAYERS - 1]  # the last one, too
 TABLE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -28,11 +28,12 @@ from sglang_dflash.report.hooks import meta_info
 from sglang_dflash.report.metrics import AcceptanceHistogram
 from sglang_dflash.settings.options import DRAFT_AHEAD, Options
 from sglang_dflash.settings.options import VERIFY_WIDTH as VARIABLE
+from test.checkpoints import prompt
 from test.cuts import cut, verify_parts
 from test.inprocess import InProcess
 from test.precision import HIDDEN_STATE_BOUND
 from test.traces import draft_kv
-from test.worker.conftest import Alone, Cut, facts, force, prompt
+from test.worker.conftest import Alone, Cut, facts, force
 
 
 @pytest.mark.parametrize("page", [1, 16])

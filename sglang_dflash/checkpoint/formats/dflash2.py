@@ -25,11 +25,16 @@ MOST_CANDIDATES = 1024
 Candidates: TypeAlias = Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
 
 
-class Parts(Fields):
-    """Fields beside z-lab's."""
+class Convolutions(Fields):
+    """Fields of the convolutions."""
 
     conv_kernel_size: Positive | None = None
     conv_group_size: Positive | None = None
+
+
+class Parts(Convolutions):
+    """Fields beside z-lab's."""
+
     selector_rank: Positive | None = None
     selector_top_k: Candidates | None = None
 
@@ -110,10 +115,11 @@ def read_parts(place: Place, parts: Parts, body: DFlashConfig) -> DFlash2:
 
     place: of the fields `parts`. body: the draft without them.
     """
-    return DFlash2(_convolution(place, parts, body), _selector(place, parts, body))
+    return DFlash2(read_convolution(place, parts, body), _selector(place, parts, body))
 
 
-def _convolution(place: Place, parts: Parts, body: DFlashConfig) -> Convolution | None:
+def read_convolution(place: Place, parts: Convolutions, body: DFlashConfig) -> Convolution | None:
+    """The convolutions of a draft, if it has some. Raises `Refusal`, as `read_parts`."""
     taps, group = parts.conv_kernel_size, parts.conv_group_size
     if taps is None or group is None:
         _neither(place, parts, "conv_kernel_size", "conv_group_size")
@@ -141,7 +147,7 @@ def _selector(place: Place, parts: Parts, body: DFlashConfig) -> Selector | None
     return Selector(rank, top_k)
 
 
-def _neither(place: Place, parts: Parts, one: str, other: str) -> None:
+def _neither(place: Place, parts: Fields, one: str, other: str) -> None:
     """Raise `Refusal` if one of two fields is stated, of which there are both or none."""
     for stated, absent in ((one, other), (other, one)):
         if getattr(parts, stated) is not None:

@@ -49,7 +49,7 @@ def make_draft_worker(
         )
         width = args.speculative_num_draft_tokens
         worker.model_runner.model.bind(target.model_runner.model, kernels, return_probs, width)
-        worker.model_runner.model.noise = noise
+        worker.model_runner.model.keep(noise)
         args.disable_cuda_graph = server_args.disable_cuda_graph
         worker.model_runner.init_device_graphs()
     finally:

@@ -71,7 +71,7 @@ class DFlashWorker(DFlashWorkerV2):
         )
         self._sampler = TargetSampler(self._noise, self._rules, self._kernels)
         runner.sampler = self._first = FirstTokenSampler(self._sampler)
-        self.draft_model.noise = self._noise.table
+        self.draft_model.keep(self._noise.table)
         pool = self.draft_model_runner.token_to_kv_pool
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
@@ -161,13 +161,14 @@ class DFlashWorker(DFlashWorkerV2):
         target_hidden: Tensor,
         cache_loc: Tensor,
         positions: Tensor,
+        extend_lens: Tensor | None = None,
         commit_lens: Tensor | None = None,
         **_: Any,
     ) -> None:
         """Write the context KV: of a prefill's tokens, or of a block's committed ones.
 
         target_hidden: [>= n, K * H_target], and with hidden states for answers the last layer's
-        after them; cache_loc, positions: [n]; commit_lens: [B].
+        after them; cache_loc, positions: [n]; extend_lens, commit_lens: [B], one of them.
         """
         slots = cache_loc.long()
         if self._returns_states:
@@ -178,6 +179,20 @@ class DFlashWorker(DFlashWorkerV2):
             offsets = torch.arange(blocks.shape[1], device=slots.device)
             slots = torch.where(offsets < commit_lens[:, None], blocks, 0).flatten()
         self._context_kv.write(target_hidden[: len(slots)], positions.long(), slots)
+        if self._context_kv.keeps_last:
+            self._keep_last(target_hidden, extend_lens, commit_lens)
+
+    def _keep_last(
+        self, target_hidden: Tensor, extend_lens: Tensor | None, commit_lens: Tensor | None
+    ) -> None:
+        """Keep the context of each request's last token, of a prefill or of a block."""
+        if commit_lens is None:
+            assert extend_lens is not None
+            last = extend_lens.long().cumsum(0) - 1
+        else:
+            starts = torch.arange(len(commit_lens), device=commit_lens.device) * self.block_size
+            last = starts + commit_lens - 1
+        self._context_kv.keep_last(target_hidden, last, self._asked.rows)
 
     def weight_update_runners(self) -> list[Any]:
         """New weights are the target's: the draft keeps its own."""

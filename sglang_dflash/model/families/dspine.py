@@ -59,7 +59,8 @@ class Injection(nn.Module):
         gate = self.receiver_gate(feature) + self.predecessor_gate(before) + self.bias
         written: Tensor = self.writes[layer](gate.sigmoid() * self.message(before))
         size = torch.linalg.vector_norm(hidden.float(), dim=-1, keepdim=True)
-        return (size * hidden.shape[-1] ** -0.5).to(hidden.dtype) * written
+        scale: Tensor = size * hidden.shape[-1] ** -0.5
+        return scale.to(hidden.dtype) * written
 
 
 class Head(DraftHead):
