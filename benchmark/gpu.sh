@@ -16,7 +16,7 @@
 #               times of steps by requests and rows
 #   sampled     the bundled pair at temperature 0.8 and 1, with and without a filter: all three sides
 #   quantised   fp8, AWQ and GPTQ drafts
-#   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
+#   families    drafts of all families of the bundled target: exact tokens, speed
 #   hybrid      the hybrid target of training/: exact tokens on every backend, speed
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]

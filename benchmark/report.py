@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmark.sides import FAMILIES
 from benchmark.stats import median_and_spread
 
-ORDER = ("none", "ngram", "eagle3", "builtin", "ours", "dspark", "dflash2", "domino")
+ORDER = ("none", "ngram", "eagle3", "builtin", "ours", *FAMILIES)
 SHOWN = {
     "none": "no speculation",
     "builtin": "built-in DFLASH",
@@ -15,6 +16,9 @@ SHOWN = {
     "dspark": "DSpark",
     "dflash2": "DFlash 2",
     "domino": "Domino",
+    "jetspec": "JetSpec",
+    "dspine": "DSpine",
+    "lilicorr": "LiLiCorr",
 }
 CONFIGURATION = (
     *("workload", "temperature", "filter", "block_size", "verify_width"),

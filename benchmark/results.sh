@@ -15,12 +15,13 @@ sweep widths --sides ours --verify-width full,8,auto --prompts 11 --per-slot 3 \
 "$python" -m benchmark.sweep --threads "$threads" --out "$out/workloads.json" --prompts 6 \
   --concurrency 1 --repeats 2
 families=$(mktemp -d)
+sides=ours,dspark,dflash2,domino,jetspec,dspine,lilicorr
 trap 'rm -rf "$families"' EXIT
 "$python" -m training.families --out "$families"
 "$python" -m benchmark.sweep --threads "$threads" --out "$out/families.json" --prompts 11 \
-  --concurrency 1 --families "$families" --sides none,ours,dspark,dflash2,domino
+  --concurrency 1 --families "$families" --sides "none,$sides"
 "$python" -m benchmark.step_cost --threads "$threads" --out "$out/step_cost-families.json" \
-  --families "$families" --sides ours,dspark,dflash2,domino --batches 1,8 --contexts 64,512 --repeats 8
+  --families "$families" --sides "$sides" --batches 1,8 --contexts 64,512 --repeats 8
 small=(--prompts 6 --per-slot 4 --repeats 2)
 sweep blocks --block-size 8 --concurrency 1,8 "${small[@]}"
 sweep temperature --sides none,ours --temperature 0.7 --concurrency 1,8 "${small[@]}"

@@ -19,7 +19,8 @@ TIMERS = "dflash_step_timers"
 SURVIVAL = "dflash_simulated_survival"
 DECODE_GRAPHS = "--cuda-graph-max-bs-decode"  # since SGLang 0.5.19
 PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}
-FAMILIES = ("dspark", "dflash2", "domino")  # sides: ours, with a draft of this family
+# Sides: ours, with a draft of this family.
+FAMILIES = ("dspark", "dflash2", "domino", "jetspec", "dspine", "lilicorr")
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,8 @@ def make_causal(draft: Draft, rank: int) -> None:
     """Make a frozen draft's blocks causal, and let low-rank changes of its matrices learn."""
     for module in list(draft.modules()):
         if isinstance(module, nn.Linear):
-            parametrize.register_parametrization(
-                module, "weight", LowRank(*module.weight.shape, rank)
-            )
+            change = LowRank(module.out_features, module.in_features, rank)
+            parametrize.register_parametrization(module, "weight", change)
         if isinstance(module, Layer):
             module.causal = True
 

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sglang_dflash.checkpoint.formats.lilicorr import LiLiCorr
 from sglang_dflash.tiny import DRAFT
 from training.causal import merged
 from training.export import write_checkpoint
@@ -24,6 +25,18 @@ TAPS, GROUP = 2, 16  # of the convolutions
 LOW_RANK = 16  # of the changes that make the bundled draft causal
 MESSAGE = 48  # of DSpine's injection
 CODE = 64  # of a token, there
+CANDIDATES = LiLiCorr(
+    convolution=None,
+    selector=None,
+    top_k=8,
+    size=96,
+    num_layers=1,
+    num_heads=4,
+    mlp_size=192,
+    factors=48,
+    vector_eps=1e-6,
+    logit_scale=16.0,
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `dflash_config`
     "dspark": (
         "DSparkDraftModel",
@@ -57,6 +70,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture, fields of `
     ),
     "jetspec": ("DFlashDraftModel", {"causal_head": True}),
     "dspine": ("DSpineDraftModel", {"causal": True}),
+    "lilicorr": (
+        "LiLiCorrDraftModel",
+        {
+            "projector_type": "lilicorr",
+            "lilicorr_candidate_topk": CANDIDATES.top_k,
+            "lilicorr_hidden_size": CANDIDATES.size,
+            "lilicorr_num_layers": CANDIDATES.num_layers,
+            "lilicorr_num_heads": CANDIDATES.num_heads,
+            "lilicorr_mlp_ratio": CANDIDATES.mlp_size / CANDIDATES.size,
+            "lilicorr_factor_dim": CANDIDATES.factors,
+            "lilicorr_vector_eps": CANDIDATES.vector_eps,
+            "lilicorr_logit_scale": CANDIDATES.logit_scale,
+        },
+    ),
 }
 AT_TOP = {
     "dspine": {"dspine_config": {"transfer_rank": CODE, "message_size": MESSAGE, "top_k": 16}}

@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sglang_dflash.model.candidates import CandidateTransformer
 from sglang_dflash.tiny import DRAFT, TARGET
 from training.answers import write_answers
 from training.causal import make_causal, short_name
 from training.draft import WHOLE, Mix, batched, position_weights, read_answers
 from training.draft_model import Draft
 from training.families import (
+    CANDIDATES,
     CODE,
     FAMILIES,
     GROUP,
@@ -122,6 +124,36 @@ class Chain(nn.Module):
         return base, None
 
 
+class Candidates(nn.Module):
+    """LiLiCorr: a transformer over the likeliest tokens of all positions."""
+
+    context: Tensor  # [.., H] of the token before each anchor; set before each forward
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        hidden, eps = DRAFT_CONFIG["hidden_size"], DRAFT_CONFIG["rms_norm_eps"]
+        self.lilicorr = CandidateTransformer(CANDIDATES, hidden, WHOLE, eps)
+        self._embed: Callable[[Tensor], Tensor] = embed.requires_grad_(False).forward
+        for name, parameter in self.lilicorr.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif "norm" not in name:
+                nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Markov.forward`. Behind a token that is no candidate, the LM head's own logits."""
+        shape, base = base.shape, base.flatten(0, 1)
+        found = base.log_softmax(-1).topk(CANDIDATES.top_k)
+        embedded, context = self._embed(found.indices), self.context.flatten(0, 1)
+        scores = self.lilicorr(embedded, found.values, hidden.flatten(0, 1), context)
+        is_before = found.indices[:, :-1] == before.flatten(0, 1)[:, 1:, None]  # [n, N-2, k]
+        known = F.pad(is_before.any(-1), (1, 0), value=True)
+        row = F.pad(is_before.int().argmax(-1), (1, 0))
+        chosen = scores.gather(2, row[:, :, None, None].expand(-1, -1, 1, scores.shape[3]))
+        alone = torch.full_like(base, -torch.inf).scatter(2, found.indices, chosen.squeeze(2))
+        return torch.where(known[:, :, None], alone, base).view(shape), None
+
+
 def spine(embed: nn.Embedding) -> Spine:
     """DSpine: positions hear the one before them."""
     return Spine(embed.weight, CODE, MESSAGE, DRAFT_CONFIG["num_hidden_layers"])
@@ -133,6 +165,7 @@ PARTS: dict[str, Callable[[nn.Embedding], nn.Module]] = {
     "domino": PrefixGRU,
     "jetspec": lambda _: Chain(),
     "dspine": spine,
+    "lilicorr": Candidates,
 }
 CAUSAL = ("jetspec", "dspine")
 
@@ -167,6 +200,10 @@ def train(
         with torch.set_grad_enabled(learns), torch.autocast(device, dtype=torch.bfloat16):
             hidden = draft(features, ids, at, embed, WHOLE, *heard)[:, :, 1:].float()
             base = F.linear(hidden, lm_head).float()
+            if isinstance(part, Candidates):
+                context = draft.hidden_norm(draft.fc(features)).float()
+                place = (at - 1)[:, :, None].expand(-1, -1, context.shape[2])
+                part.context = context.gather(1, place)
         loss, accepted, plain = _loss(model["part"], hidden, base, ids, at, lengths)
         run.step(loss)
         told = f"{1 + accepted.item():.2f} / {1 + plain.item():.2f}"
@@ -194,6 +231,7 @@ def _loss(
     logits, confidence = part(hidden, base, before)
     losses = surprise(logits)
     weights = position_weights(losses.detach(), valid)
+    losses = losses.masked_fill(losses.isinf(), 0.0)  # the right token is no candidate
     hits, plain = ((of.argmax(-1) == labels).float() * valid for of in (logits, base))
     if base.requires_grad:  # candidates are chosen by the LM head's own logits
         losses = losses + 0.5 * surprise(base)

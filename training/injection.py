@@ -24,13 +24,14 @@ class Injection(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
 
-        self.readouts = nn.ModuleList(linear(hidden, rank) for _ in range(layers))
-        self.writes = nn.ModuleList(linear(message, hidden) for _ in range(layers))
+        readouts = [linear(hidden, rank) for _ in range(layers)]
+        writes = [linear(message, hidden) for _ in range(layers)]
+        self.readouts, self.writes = nn.ModuleList(readouts), nn.ModuleList(writes)
         self.message = linear(rank, message)
         self.receiver_gate = linear(rank, message)
         self.predecessor_gate = linear(rank, message)
         self.bias = nn.Parameter(torch.zeros(message))
-        for readout, write in zip(self.readouts, self.writes, strict=True):
+        for readout, write in zip(readouts, writes, strict=True):
             readout.weight.data.copy_(directions.T)
             nn.init.zeros_(write.weight)
         nn.init.zeros_(self.predecessor_gate.weight)
@@ -43,18 +44,21 @@ class Injection(nn.Module):
         """[.., H]. hidden: [.., H]; before: [.., R], what the positions before tell."""
         gate = self.receiver_gate(self.told(hidden, layer)) + self.predecessor_gate(before)
         message = (gate + self.bias).sigmoid() * self.message(before)
-        size = hidden.norm(dim=-1, keepdim=True) / hidden.shape[-1] ** 0.5
+        size: Tensor = hidden.norm(dim=-1, keepdim=True) / hidden.shape[-1] ** 0.5
         heard: Tensor = hidden + size * self.writes[layer](message)
         return heard
 
 
 def unit(vectors: Tensor) -> Tensor:
     """Scale to the norm of the root of their length."""
-    return vectors.shape[-1] ** 0.5 * F.normalize(vectors, dim=-1)
+    scaled: Tensor = vectors.shape[-1] ** 0.5 * F.normalize(vectors, dim=-1)
+    return scaled
 
 
 class Spine(nn.Module):
     """DSpine: the injection after each layer, and after the last one by the true token before."""
+
+    transfer_codes: Tensor
 
     def __init__(self, lm_head: Tensor, rank: int, message: int, layers: int) -> None:
         """lm_head: [V, H] float32."""
@@ -64,7 +68,7 @@ class Spine(nn.Module):
         self.register_buffer("transfer_codes", codes)
         self.register_buffer("transfer_ready", torch.tensor(True))
         self._last = layers - 1
-        self._lm_head = lm_head
+        self._lm_head = lm_head.detach()  # no parameter of this module
         self.norm: Callable[[Tensor], Tensor]  # the draft's; set before the first forward
         self._output: Tensor  # of the last layer, before it is added to
 

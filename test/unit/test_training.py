@@ -12,9 +12,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import PROMPTS
+from sglang_dflash.tools.inspect import inspect
+from training import families
 from training.draft import position_weights
 from training.draft_model import Draft
 from training.export import write_prompts
+from training.families import FAMILIES
 from training.hybrid import assemble, convert, write_target
 from training.mixers import delta_rule
 from training.shapes import DRAFT_CONFIG, HYBRID_CONFIG, VOCAB
@@ -42,6 +45,13 @@ def test_a_block_sees_the_context_before_its_anchor_and_itself(size: int) -> Non
             here = anchors[row : row + 1, at : at + 1]
             other = draft(before, ids[row : row + 1], here, embed, size)
             assert (other[0, 0] - together[row, at]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_parts_make_a_whole_draft(tmp_path: Path, family: str) -> None:
+    """No tensor is missing or left over, and the draft fits the bundled target."""
+    report = inspect(str(families.assemble(family, tmp_path)), str(TARGET))
+    assert report.problems == []
 
 
 def test_half_of_the_loss_is_what_drafts_are_worth() -> None:
