@@ -16,7 +16,8 @@
 #               times of steps by requests and rows
 #   sampled     the bundled pair at temperature 0.8 and 1, with and without a filter: all three sides
 #   quantised   fp8, AWQ and GPTQ drafts
-#   families    drafts of all families of the bundled target: exact tokens, speed
+#   families    DSpark, DFlash 2 and Domino drafts of the bundled target: exact tokens, speed
+#   newer_families  the same with JetSpec, DSpine and LiLiCorr drafts
 #   hybrid      the hybrid target of training/: exact tokens on every backend, speed
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
@@ -128,17 +129,18 @@ stage_sampled() {
     --temperature 0.8,1 --filter '{"top_p": 0.95, "top_k": 20}' --max-total-tokens 32768 \
     "${load[@]}" $(backend fa3) --out "$OUT/sampled.json"
 }
-stage_families() { # drafts of the other families for the bundled target
-  local drafts="$work/families" started=() each failed=0
+stage_families() { of_families families dspark dflash2 domino; }
+stage_newer_families() { of_families newer_families jetspec dspine lilicorr; }
+of_families() { # NAME FAMILY...: drafts of these families for the bundled target
+  local drafts="$work/families" started=() each failed=0 sides
   "$PYTHON" -m training.families --out "$drafts" || return 1
-  for each in "$drafts"/*; do
-    exact "$(basename "$each")" --draft "$each" $(backend fa3) & started+=($!)
+  for each in "${@:2}"; do
+    exact "$each" --draft "$drafts/$each" $(backend fa3) & started+=($!)
   done
   for each in "${started[@]}"; do wait "$each" || failed=1; done
-  local sides
-  sides=$(cd "$drafts" && printf ',%s' *)
-  part 400 families "$PYTHON" -m benchmark.sweep --sides "ours$sides" --families "$drafts" \
-    --mix --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/families.json" || failed=1
+  sides=$(printf ',%s' "${@:2}")
+  part 400 "$1" "$PYTHON" -m benchmark.sweep --sides "ours$sides" --families "$drafts" \
+    --mix --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/$1.json" || failed=1
   return $failed
 }
 stage_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narrower verifies

@@ -1,7 +1,6 @@
-"""DSpine's injection in plain PyTorch, for training: what a position hears from the one before it.
+"""What a DSpine draft learns beside causal blocks: its injection.
 
-The codes are fixed: whitened rows of the target's LM head. The readouts begin with the directions
-of the whitening, and the writes begin with zero.
+The codes are fixed: whitened rows of the target's LM head.
 """
 
 from __future__ import annotations
@@ -12,41 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class Injection(nn.Module):
-    """The parts of a checkpoint under `injection`."""
-
-    def __init__(self, directions: Tensor, layers: int, message: int) -> None:
-        """directions: [H, R], of the whitening."""
-        super().__init__()
-        hidden, rank = directions.shape
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-
-        readouts = [linear(hidden, rank) for _ in range(layers)]
-        writes = [linear(message, hidden) for _ in range(layers)]
-        self.readouts, self.writes = nn.ModuleList(readouts), nn.ModuleList(writes)
-        self.message = linear(rank, message)
-        self.receiver_gate = linear(rank, message)
-        self.predecessor_gate = linear(rank, message)
-        self.bias = nn.Parameter(torch.zeros(message))
-        for readout, write in zip(readouts, writes, strict=True):
-            readout.weight.data.copy_(directions.T)
-            nn.init.zeros_(write.weight)
-        nn.init.zeros_(self.predecessor_gate.weight)
-
-    def told(self, hidden: Tensor, layer: int) -> Tensor:
-        """[.., H] -> [.., R], of the norm sqrt(R)."""
-        return unit(self.readouts[layer](hidden))
-
-    def hear(self, hidden: Tensor, before: Tensor, layer: int) -> Tensor:
-        """[.., H]. hidden: [.., H]; before: [.., R], what the positions before tell."""
-        gate = self.receiver_gate(self.told(hidden, layer)) + self.predecessor_gate(before)
-        message = (gate + self.bias).sigmoid() * self.message(before)
-        size: Tensor = hidden.norm(dim=-1, keepdim=True) / hidden.shape[-1] ** 0.5
-        heard: Tensor = hidden + size * self.writes[layer](message)
-        return heard
+from sglang_dflash.model.injection import Injection
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -64,7 +29,8 @@ class Spine(nn.Module):
         """lm_head: [V, H] float32."""
         super().__init__()
         codes, directions = whitened(lm_head, rank)
-        self.injection = Injection(directions, layers, message)
+        self.injection = Injection(lm_head.shape[1], layers, rank, message)
+        _begin(self.injection, directions)
         self.register_buffer("transfer_codes", codes)
         self.register_buffer("transfer_ready", torch.tensor(True))
         self._last = layers - 1
@@ -77,15 +43,26 @@ class Spine(nn.Module):
         if layer == self._last:
             self._output = hidden[:, :, 1:].float()
         first = unit(self.transfer_codes[tokens[:, :, :1]])
-        told = torch.cat([first, self.injection.told(hidden[:, :, 1:-1], layer)], dim=2)
-        heard = self.injection.hear(hidden[:, :, 1:], told, layer)
-        return torch.cat([hidden[:, :, :1], heard], dim=2)
+        feature = self.injection.feature(hidden[:, :, 1:], layer)
+        before = torch.cat([first.to(feature.dtype), feature[:, :, :-1]], dim=2)
+        heard = self.injection.heard(hidden[:, :, 1:], feature, before, layer)
+        return torch.cat([hidden[:, :, :1], hidden[:, :, 1:] + heard], dim=2)
 
     def forward(self, hidden: Tensor, base: Tensor, before: Tensor) -> tuple[Tensor, None]:
         """As `training.heads.Markov.forward`: the logits behind the token before each position."""
+        feature = self.injection.feature(self._output, self._last)
         told = unit(self.transfer_codes[before])
-        refined = self.norm(self.injection.hear(self._output, told, self._last))
-        return F.linear(refined, self._lm_head).float(), None
+        heard = self.injection.heard(self._output, feature, told, self._last)
+        return F.linear(self.norm(self._output + heard), self._lm_head).float(), None
+
+
+def _begin(injection: Injection, directions: Tensor) -> None:
+    """The readouts begin with these directions, [H, R], and nothing is written."""
+    for name, parameter in injection.named_parameters():
+        if name.startswith("readouts"):
+            parameter.data.copy_(directions.T)
+        elif name.startswith(("writes", "predecessor_gate", "bias")):
+            parameter.data.zero_()
 
 
 def whitened(lm_head: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class Family:
     module: ClassVar[str] = "dflash"  # in `model.families`
     # Names of boolean tensors that a checkpoint may hold, and that must be true there.
     marks: ClassVar[tuple[str, ...]] = ()
-    reads_head: ClassVar[bool] = False  # it reads rows of the LM head, which must be unquantised
+    reads_head: ClassVar[bool] = False  # it reads rows of the LM head's weight as they are
 
     def shapes(self, draft: DFlashConfig) -> dict[str, Shape]:
         """Name and shape of each tensor that it adds to a draft."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from httpx import HTTPError
-from huggingface_hub import get_safetensors_metadata, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
+from huggingface_hub import (
+    get_safetensors_metadata,
+    hf_hub_download,
+    list_repo_files,
+    parse_safetensors_file_metadata,
+    snapshot_download,
 )
+from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
 
 from sglang_dflash.checkpoint.config import Shape
 from sglang_dflash.checkpoint.detect import format_of
 from sglang_dflash.checkpoint.files import FETCH_AGAIN, read_json
-from sglang_dflash.checkpoint.tensors import Tensors, is_rope_table
+from sglang_dflash.checkpoint.tensors import INDEX, Tensors, is_rope_table
 from sglang_dflash.errors import Refusal, Unreachable, shown
 
 FAILURES = (HTTPError, OSError, ValueError)  # ValueError: a name that is no id, or no JSON
@@ -68,21 +72,30 @@ def remote_headers(name: str, folder: Path) -> Tensors | None:
         return None
     try:
         with _asking_for(name):
-            files = get_safetensors_metadata(name).files_metadata.values()
-    except NotASafetensorsRepoError:
-        return None
+            files = _weight_files(name)
     except BROKEN_HEADERS as error:
         raise _broken(name, f"{type(error).__name__}: {error}") from None
+    if not files:
+        return None
     found: dict[str, tuple[str, Shape]] = {}
     for file in files:
         for tensor, info in file.tensors.items():
             if is_rope_table(tensor):
                 continue
-            sizes = info.shape if isinstance(info.shape, list) else [None]
+            sizes: list[Any] = info.shape if isinstance(info.shape, list) else [None]
             if any(type(size) is not int or size < 0 for size in sizes):
                 raise _broken(name, f"{shown(tensor)} has shape {shown(info.shape)}")
             found[tensor] = (str(info.dtype), tuple(sizes))
     return Tensors(folder, found)
+
+
+def _weight_files(name: str) -> list[Any]:
+    """The headers of the files that hold a model's weights, as `tensors.weight_files` has them."""
+    files = list_repo_files(name)
+    if INDEX in files:
+        return list(get_safetensors_metadata(name).files_metadata.values())
+    weights = [file for file in files if fnmatch(file, WEIGHTS) and "/" not in file]
+    return [parse_safetensors_file_metadata(name, file) for file in weights]
 
 
 @contextlib.contextmanager

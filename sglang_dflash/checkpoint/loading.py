@@ -40,8 +40,8 @@ def load(
     no `weight_loader` of its own. Raises `Refusal` for missing or unexpected tensors, and for a
     vocabulary map or a mask embedding that does not fit.
 
-    The values are not checked here: `refusals.check_draft` has scanned the files for NaN
-    before any process started.
+    The values are not checked here: `refusals.check_draft` has scanned the files for NaN and marks
+    that are false before any process started.
     """
     parameters: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
@@ -59,12 +59,6 @@ def load(
             target_mask = tensor
             continue
         if own in config.family.marks:
-            if not tensor.all():
-                raise Refusal(
-                    f"The draft {config.path} says {checkpoint_name} = false, so it was saved "
-                    "before it was ready.",
-                    FETCH_AGAIN,
-                )
             continue
         name, shard = _stacked(own)
         if (name, shard) not in missing:

@@ -29,6 +29,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Tensors of other kinds than floating ones.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {"d2t": ("an integer", ("I64", "I32"))}
 BOOLEAN: tuple[str, tuple[str, ...]] = ("a boolean", ("BOOL",))
+INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 16 * MB  # bytes of one file, 100,000 tensors; its parser takes up to 22 times more
 VALUES_AT_ONCE = 2**24
 TENSOR_LIMIT = 500_000  # of all files; the largest targets have 210,000
@@ -116,7 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
             "any code when they are opened.",
             "Convert them to safetensors, or use another checkpoint.",
         )
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not os.path.lexists(index):
         return [present[name] for name in sorted(present)]
     names = set()
@@ -160,8 +161,11 @@ def _header(file: Path) -> dict[str, tuple[str, Shape]]:
     return header
 
 
-def check_finite(folder: Path) -> None:
-    """Raise `Refusal` for NaN or infinity in a folder's weights. Their headers have been read."""
+def check_values(folder: Path, marks: tuple[str, ...] = ()) -> None:
+    """Raise `Refusal` for NaN or infinity in a folder's weights, and for a mark that is false.
+
+    marks: names of `Family.marks`. The headers have been read.
+    """
     import torch  # headers need none
 
     for file in weight_files(folder):
@@ -169,8 +173,14 @@ def check_finite(folder: Path) -> None:
             for name in weights.keys():  # noqa: SIM118 - no mapping
                 if is_rope_table(name):
                     continue
+                tensor = weights.get_tensor(name)
+                if name.removeprefix("model.") in marks and not tensor.all():
+                    raise Refusal(
+                        f"The file {file} says {name} = false: it was saved before it was ready.",
+                        FETCH_AGAIN,
+                    )
                 # Few values at a time are copied, because the file may be large.
-                for part in weights.get_tensor(name).flatten().split(VALUES_AT_ONCE):
+                for part in tensor.flatten().split(VALUES_AT_ONCE):
                     if not torch.isfinite(part.float()).all():
                         raise Refusal(
                             f"The file {file} holds NaN or infinity in {name}.", FETCH_AGAIN

@@ -192,19 +192,20 @@ class HeadFacts(Facts):
     head: nn.Module  # the target's LM head
 
 
-def _reads_quantised_head(facts: HeadFacts) -> bool:
+def _reads_other_rows(facts: HeadFacts) -> bool:
     weight = getattr(facts.head, "weight", None)
-    plain = weight is not None and weight.dtype in PLAIN
+    packed = getattr(facts.head, "use_intel_amx_backend", False)  # SGLang reorders it on such CPUs
+    plain = weight is not None and weight.dtype in PLAIN and not packed
     return facts.draft.family.reads_head and facts.draft.draft_vocab_size is None and not plain
 
 
 LOADED_RULES: tuple[Rule[HeadFacts], ...] = (
     Rule(
-        "DSpine drafts of targets with a quantised LM head",
-        _reads_quantised_head,
+        "DSpine drafts of targets whose LM head is quantised or packed",
+        _reads_other_rows,
         "The draft {f.draft.path} cannot be served: it scores tokens by rows of the target's LM "
-        "head, which is quantised.",
-        "Use a target whose LM head is not quantised, or a draft of another family.",
+        "head, which is quantised or packed.",
+        "Use a target with a plain LM head, or a draft of another family.",
     ),
 )
 

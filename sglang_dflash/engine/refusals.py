@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
-from sglang_dflash.checkpoint.tensors import check_finite
+from sglang_dflash.checkpoint.tensors import check_values
 from sglang_dflash.engine import draft_rules, flag_rules, target_rules
 from sglang_dflash.errors import Refusal, Rule, refuse
 from sglang_dflash.settings.facts import DraftFacts, Facts
@@ -66,7 +66,7 @@ def check_draft(facts: DraftFacts) -> None:
     """Raise `Refusal` for a draft that cannot be served."""
     refuse(draft_rules.RULES, facts)
     # The weights are read here and when they are loaded: the target comes first, and takes minutes.
-    check_finite(Path(facts.draft.path))
+    check_values(Path(facts.draft.path), facts.draft.family.marks)
     if facts.draft.mask_embedding:
         read_mask_embedding(facts.draft)
 

@@ -1,4 +1,4 @@
-"""The draft: Qwen3-shaped layers with non-causal attention over the block and its context."""
+"""The draft: Qwen3-shaped layers that attend to the block and its context."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from sglang_dflash.kernels.argmax import Largest
 from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.target_parts import lm_head, logits_processor, token_embedding
 
+ROWS_AT_ONCE = 128  # of logits
+
 
 class Prediction(NamedTuple):
     """A token for each position."""
@@ -65,6 +67,13 @@ class Candidates(NamedTuple):
 
     ids: Tensor  # [n, k] int64, in the target's vocabulary
     logits: Tensor  # [n, k] float32
+
+
+class Likeliest(NamedTuple):
+    """The most probable tokens of each position, by falling probability."""
+
+    ids: Tensor  # [n, k] int64, in the target's vocabulary
+    log_probs: Tensor  # [n, k] float32, of the whole vocabulary
 
 
 class Vocabulary:
@@ -172,23 +181,26 @@ class Vocabulary:
         first = order[:, :count].sort(dim=1).values
         return Candidates(self._target_ids(ids.gather(1, first).long()), values.gather(1, first))
 
-    def likeliest(self, logits: Tensor, count: int) -> Candidates:
-        """As `candidates`, by falling logit, with log-probabilities for logits."""
+    def likeliest(self, logits: Tensor, count: int) -> Likeliest:
+        """The most probable tokens, the same on every rank. logits: as in `candidates`; count: k"""
         ids, values = self.candidates(logits, count)
         order = values.sort(dim=1, descending=True, stable=True).indices
-        partition = logits.float().logsumexp(dim=1)
+        # The copies in float32 are of a few rows at a time.
+        parts = [part.float().logsumexp(dim=1) for part in logits.split(ROWS_AT_ONCE)]
+        partition = torch.cat(parts)
         if self._ranks > 1:
             partition = self._group.all_gather(partition[None], dim=0).logsumexp(dim=0)
-        return Candidates(ids.gather(1, order), values.gather(1, order) - partition[:, None])
+        return Likeliest(ids.gather(1, order), values.gather(1, order) - partition[:, None])
 
     def scores(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """The LM head's output for some tokens alone, the same on every rank.
 
         hidden: [.., m, H]; ids: [.., k] int64 -> [.., m, k] float32. Ranks exchange these alone.
+        The weight's rows are read as they are: a family that calls this has `reads_head`.
         """
         assert self._offsets is None, "the draft has the target's vocabulary"
         row = ids - self.first_id
-        rows = F.embedding(row.clamp(0, self.columns - 1), self.lm_head.weight)
+        rows = F.embedding(row.clamp(0, max(0, self.columns - 1)), self.lm_head.weight)
         scores = hidden.float() @ rows.float().mT
         if self._ranks == 1:
             return scores

@@ -1,4 +1,4 @@
-"""Propose: one non-causal forward of the draft over anchor and masks."""
+"""Propose: one forward of the draft over anchor and masks."""
 
 from __future__ import annotations
 

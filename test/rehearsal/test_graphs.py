@@ -131,7 +131,7 @@ def test_context_kv_comes_before_the_next_draft(
 ) -> None:
     """A mutation: the next draft replays first, and overwrites the states for the context KV."""
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
-    context = "self._write_context(verified)"
+    context = "self._write_context(verified, batch.req_pool_indices)"
     draft = "following = self.next_draft.after_verify(batch, verified, copy)"
     decode = "step.worker:DFlashWorker.launch"
     mutate(monkeypatch, decode, f"{context}\n    {draft}", f"{draft}\n    {context}")

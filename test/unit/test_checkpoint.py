@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint import load_config, read_draft, tensors
 from sglang_dflash.checkpoint.config import LayerAttention, Rope
 from sglang_dflash.checkpoint.fit import Target, misfits
 from sglang_dflash.checkpoint.formats.dflash2 import Convolution, DFlash2, Selector
@@ -237,8 +237,9 @@ SIZES = {"transfer_rank": 24, "message_size": 20, "top_k": 12}
         ({"dspine_config": {"transfer_rank": 24}}, "has no message_size"),
         ({"dspine_config": SIZES | {"transfer_dim": 24}}, "not known"),
         ({"dspine_config": SIZES | {"top_k": 0}}, "top_k = 0"),
-        ({"dspine_config": SIZES | {"top_k": VOCAB + 1}}, "more than vocab_size = 160"),
+        ({"dspine_config": SIZES | {"top_k": 65}}, "top_k = 65"),
         ({"dspine_config": SIZES | {"transfer_rank": 65}}, "more than hidden_size = 64"),
+        ({"vocab_size": 8}, "top_k = 12, which is more than vocab_size = 8"),
         ({"is_causal": False}, "says that blocks are not causal"),
         ({"sample_from_anchor": True}, "has sample_from_anchor"),
         ({"architectures": None, "config": {}}, "has no mask_token_id"),
@@ -260,7 +261,7 @@ def test_bad_fields_of_dspine_are_named(
     [
         ({"lilicorr_enabled": False}, "has lilicorr_enabled = False"),
         ({"lilicorr_factor_dim": None}, "has no lilicorr_factor_dim"),
-        ({"lilicorr_candidate_topk": VOCAB + 1}, "more than vocab_size = 160"),
+        ({"lilicorr_candidate_topk": 17}, "lilicorr_candidate_topk = 17"),
         ({"lilicorr_num_heads": 5}, "does not divide the head's hidden size 32"),
         ({"lilicorr_logit_scale": 0.0}, "lilicorr_logit_scale = 0.0"),
         ({"lilicorr_dropout": 0.1}, "not known"),
@@ -281,7 +282,7 @@ def test_bad_fields_of_lilicorr_are_named(
     assert whole_sentences(caught.value)
 
 
-def test_blocks_of_dspine_are_causal_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_blocks_of_dspine_are_causal_if_they_do_not_say_so(tmp_path: Path) -> None:
     config, _, _ = formats.sliding_dspine()
     del config["is_causal"]
     got = load_config(write(tmp_path, config))
@@ -295,6 +296,33 @@ def test_tencents_form_needs_its_codes(tmp_path: Path) -> None:
     (path / "transfer.safetensors").unlink()
     with pytest.raises(Refusal, match=r"no tensor transfer_codes") as caught:
         load_config(path)
+    assert whole_sentences(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        (torch.tensor(1.0), "transfer_ready has dtype F32, not a boolean one"),
+        (torch.tensor([True]), "transfer_ready has shape [1], not []"),
+    ],
+)
+def test_a_mark_that_is_none(tmp_path: Path, mark: torch.Tensor, words: str) -> None:
+    config, weights, _ = formats.dspine()
+    path = formats.write(tmp_path / "draft", config, weights | {"transfer_ready": mark})
+    assert [words] == tensors.faults(*read_draft(path))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_mark_that_is_false(tmp_path: Path, prefix: str) -> None:
+    config, weights, _ = formats.dspine()
+    weights[f"{prefix}transfer_ready"] = weights.pop("transfer_ready")
+    path = formats.write(tmp_path / "draft", config, weights)
+    marks = load_config(path).family.marks
+    tensors.check_values(path, marks)
+    weights[f"{prefix}transfer_ready"] = torch.tensor(False)
+    formats.write(path, config, weights)
+    with pytest.raises(Refusal, match="transfer_ready = false") as caught:
+        tensors.check_values(path, marks)
     assert whole_sentences(caught.value)
 
 

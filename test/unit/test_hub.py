@@ -18,6 +18,7 @@ import torch
 from sglang_dflash.tools.cli import main
 from sglang_dflash.tools.launch import free_port
 from test.checkpoints import draft_config, draft_weights, speculators_draft, write_draft
+from test.formats import dspine_of_tencent, write
 
 COMMIT = "0" * 40
 
@@ -48,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path.startswith("/api/models/org/draft"):
             sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
+            if not sizes:
+                return self.reply("{}", status=404)
             if "/tree/" in path:
                 files = [
                     {"type": "file", "path": name, "size": size, "oid": COMMIT}
@@ -73,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("X-Repo-Commit", COMMIT)
+        if not any(self.server.folder.iterdir()):
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("ETag", f'"{hashlib.sha1(self.path.encode()).hexdigest()}"')
         self.end_headers()
         if self.command == "GET":
@@ -143,6 +148,15 @@ def test_inspect_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
     assert report["fits"]
     assert report["parameters"] == sum(tensor.numel() for tensor in weights.values())
     assert 0 < hub.given["model.safetensors"] < 200_000 < file.stat().st_size
+
+
+def test_inspect_reads_headers_of_all_files(hub: Hub, tmp_path: Path) -> None:
+    """A draft of Tencent's training has some of its tensors in a second file."""
+    config, weights, _ = dspine_of_tencent()
+    write(hub.folder, config, weights)
+    report = json.loads(run(hub.url, tmp_path / "cache", INSPECT))
+    assert report["fits"]
+    assert report["family"] == "DSpine"
 
 
 def test_a_server_fetches_all_that_a_draft_is(hub: Hub, tmp_path: Path) -> None:

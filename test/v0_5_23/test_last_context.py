@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ci
 
 
 def test_drafts_of_a_batch(small: Path, tmp_path: Path) -> None:
-    """Prompts of one to many chunks. Some begin alike, so that they may hit the radix cache."""
+    """Prompts of one to many chunks. Some begin alike."""
     config, weights, semantics = CASES["LiLiCorr"]()
     shared = prompt(70, 24)
     prompts = [shared[: 6 * i] + prompt(71 + i, 3 + 9 * i) for i in range(6)]

@@ -80,7 +80,7 @@ def test_drafts_equal_the_reference(
 def test_drafts_in_bfloat16(
     target: str, model: Qwen3ForCausalLM, tmp_path: Path, case: str, share: float
 ) -> None:
-    """The first draft of most blocks is that of the reference in float32. Some are near-ties.
+    """Most drafts are those of the reference in float32, behind drafts that are. Few are near-ties.
 
     LiLiCorr's random transformer amplifies rounding.
     """
@@ -88,11 +88,14 @@ def test_drafts_in_bfloat16(
     path, own = str(write(tmp_path, config, weights)), by_own_names(weights)
     with InProcess(target, path, dtype="bfloat16") as engine:
         steps = trace(engine, PROMPT, 32)
-    right = [
-        block[1] == draft_block(model, semantics, own, PROMPT + output)[0]
-        for output, block in steps
-    ]
-    assert len(right) > 10
+    right = []
+    for output, block in steps:
+        pairs = zip(block[1:], draft_block(model, semantics, own, PROMPT + output), strict=True)
+        for draft, expected in pairs:
+            right.append(draft == expected)
+            if draft != expected:
+                break
+    assert len(right) > 30
     assert sum(right) >= share * len(right)
 
 
@@ -281,7 +284,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Semantics], Semantics]]] = {
     "DSpine not causal": ("DSpine", lambda s: replace(s, layers=[("full", None, False)] * 2)),
     "no candidates of LiLiCorr": ("LiLiCorr", lambda s: replace(s, correlated=None)),
     "fewer candidates of LiLiCorr": ("LiLiCorr", correlated(candidates=4)),
-    "another scale": ("LiLiCorr", correlated(scale=-10.0)),
+    "the opposite scores": ("LiLiCorr", correlated(scale=-10.0)),
     "no ranks": ("LiLiCorr", correlated(reads_ranks=False)),
     "no context before the anchor": ("LiLiCorr", correlated(reads_context=False)),
     "windows causal": (

@@ -127,19 +127,22 @@ def test_quantised_drafts_on_a_cpu(target: str, draft: str, tmp_path: Path, meth
 
 @pytest.mark.parametrize("family", ["DSpine", "DFlash 2"])
 def test_drafts_that_read_a_quantised_head(target: str, tmp_path: Path, family: str) -> None:
-    """An int8 weight, and none at all as in AWQ: refused where rows of it are read."""
+    """Rows are not tokens': int8, no weight at all as in AWQ, or packed for AMX."""
     drafts = arguments(target, str(write(tmp_path, *CASES[family]()[:2])))
     model, head = nn.Module(), nn.Module()
     model.lm_head = head
     head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
     check_loaded_head(drafts, model)
     int8 = nn.Parameter(torch.zeros(VOCAB, HIDDEN, dtype=torch.int8), requires_grad=False)
-    for weight in (int8, None):
+    for weight, packed in ((int8, False), (None, False), (head.weight, True)):
+        head = nn.Module()
         head.register_parameter("weight", weight)
+        vars(head)["use_intel_amx_backend"] = packed
+        model.lm_head = head
         if family == "DFlash 2":
             check_loaded_head(drafts, model)
             continue
-        with pytest.raises(Refusal, match="LM head, which is quantised"):
+        with pytest.raises(Refusal, match="LM head, which is quantised or packed"):
             check_loaded_head(drafts, model)
 
 

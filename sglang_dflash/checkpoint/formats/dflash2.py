@@ -22,7 +22,7 @@ CODEBOOK = re.compile(r"(candidate_selector\.\w+_codebook)\.weight")
 
 # Of a position. Published selectors have 16, and each is a row of a codebook.
 MOST_CANDIDATES = 1024
-Candidates: TypeAlias = Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
+NumCandidates: TypeAlias = Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
 
 
 class Convolutions(Fields):
@@ -36,7 +36,7 @@ class Parts(Convolutions):
     """Fields beside z-lab's."""
 
     selector_rank: Positive | None = None
-    selector_top_k: Candidates | None = None
+    selector_top_k: NumCandidates | None = None
 
 
 @dataclass(frozen=True)

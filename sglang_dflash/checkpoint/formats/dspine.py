@@ -9,7 +9,9 @@ layers see the whole context, and the other sizes are those of the tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from sglang_dflash.checkpoint.config import FULL, DFlashConfig, Family, Shape
 from sglang_dflash.checkpoint.fields import (
@@ -23,13 +25,13 @@ from sglang_dflash.checkpoint.fields import (
     Whole,
 )
 from sglang_dflash.checkpoint.formats import zlab
-from sglang_dflash.checkpoint.formats.dflash2 import Candidates
 from sglang_dflash.checkpoint.tensors import Tensors
 from sglang_dflash.checkpoint.transformer import read_direction
 
 CODES = "transfer_codes"
 NESTED = "config"  # the key of Tencent's form
 OF_TENCENT = 16  # positions of a block, and candidates of each
+MOST_CANDIDATES = 64  # of a position; each is refined behind each of the position before
 
 
 class Sections(Fields):
@@ -43,7 +45,7 @@ class Sizes(Fields):
 
     transfer_rank: Positive
     message_size: Positive
-    top_k: Candidates
+    top_k: Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
     ce_weight: Unread = None
     alignment_weight: Unread = None
     alignment_warmup_steps: Unread = None
@@ -55,7 +57,7 @@ class Sizes(Fields):
 
 
 class Needed(Fields):
-    """Fields of Tencent's `dflash_config`, all that is read of it."""
+    """Fields of Tencent's `dflash_config` that have no default there."""
 
     mask_token_id: Whole
     target_layer_ids: LayerIds
@@ -128,7 +130,8 @@ def read(raw: dict[str, Any], path: str, name: str, tensors: Tensors) -> DFlashC
 
 def _of_tencent(nested: Place, tensors: Tensors) -> dict[str, Any]:
     """The config of Tencent's form as SpecForge writes it. Raises `Refusal`."""
-    method = nested.section("dflash_config").read(Needed)
+    method = nested.section("dflash_config")
+    method.read(Needed)
     layers = nested.one("num_hidden_layers", NumLayers)
     if layers is None:
         raise nested.refuse("has no num_hidden_layers")
@@ -144,7 +147,7 @@ def _of_tencent(nested: Place, tensors: Tensors) -> dict[str, Any]:
         "layer_types": [FULL] * layers,
         "use_sliding_window": False,
         "sliding_window": None,
-        "dflash_config": method.model_dump(),
+        "dflash_config": method.raw,
         "dspine_config": {"transfer_rank": rank, "message_size": message, "top_k": OF_TENCENT},
     }
 

@@ -6,13 +6,14 @@ SGLang 0.5.23 reads them in `models/lilicorr.py`. The convolutions are those of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from sglang_dflash.checkpoint.config import DFlashConfig, Shape
 from sglang_dflash.checkpoint.fields import Flag, NumLayers, Place, Positive, PositiveNumber, Whole
 from sglang_dflash.checkpoint.formats import zlab
 from sglang_dflash.checkpoint.formats.dflash2 import (
-    Candidates,
     Convolutions,
     DFlash2,
     read_convolution,
@@ -20,13 +21,14 @@ from sglang_dflash.checkpoint.formats.dflash2 import (
 from sglang_dflash.checkpoint.tensors import Tensors
 
 FEATURES = 5  # of a candidate, beside its embedding
+MOST_CANDIDATES = 16  # of a position, as in SGLang; all of a block attend to each other
 
 
 class Head(Convolutions):
     """Fields beside z-lab's."""
 
     lilicorr_enabled: Flag = True
-    lilicorr_candidate_topk: Candidates
+    lilicorr_candidate_topk: Annotated[int, Field(ge=1, le=MOST_CANDIDATES)]
     lilicorr_hidden_size: Whole
     lilicorr_num_layers: NumLayers
     lilicorr_num_heads: Positive

@@ -57,7 +57,7 @@ class DFlash2Parts(dflash2.Parts):
     conv_kernel_size: Positive | None = 2
     conv_group_size: Positive | None = 16
     selector_rank: Positive | None = 256
-    selector_top_k: dflash2.Candidates | None = 16
+    selector_top_k: dflash2.NumCandidates | None = 16
 
 
 HEADS = {"dflash": Fields, "dspark": DSparkHeads, "dflash2": DFlash2Parts}

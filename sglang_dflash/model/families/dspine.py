@@ -1,12 +1,9 @@
 """DSpine: causal blocks in which each position learns after every layer from the one before it.
 
-The rules are those of SpecForge's `modeling/draft/dspine.py`. A position tells its feature, which
-has the rank of a token's code. The anchor tells its own code. What a position hears is added to the
-layer's output, in proportion to the norm of it.
-
-After the last layer, a position hears each candidate of the position before it, by the candidate's
-code, and scores its own candidates by the LM head. So an edge is a whole logit, and nothing is left
-of the LM head's own logits but the choice of the candidates.
+A position tells its feature (`model/injection.py`), and the anchor its own code. After the last
+layer, a position hears each candidate of the position before it, by the candidate's code, and
+scores its own candidates by the LM head. So an edge is a whole logit, and nothing is left of the LM
+head's own logits but the choice of the candidates.
 """
 
 from __future__ import annotations
@@ -21,46 +18,9 @@ from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.formats.dspine import DSpine
 from sglang_dflash.method.noise import DraftNoise
 from sglang_dflash.model.head import DraftHead
+from sglang_dflash.model.injection import Injection
 from sglang_dflash.model.lm_head import Prediction
 from sglang_dflash.model.walk import before_each, walk
-
-TINY = 1e-24  # the reference bounds a norm by its root
-
-
-class Injection(nn.Module):
-    """What a position hears from the one before it."""
-
-    def __init__(self, config: DFlashConfig, family: DSpine) -> None:
-        super().__init__()
-        hidden, rank, message = config.hidden_size, family.rank, family.message_size
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-
-        layers = range(config.num_layers)
-        self.readouts = nn.ModuleList(linear(hidden, rank) for _ in layers)
-        self.writes = nn.ModuleList(linear(message, hidden) for _ in layers)
-        self.message = linear(rank, message)
-        self.receiver_gate = linear(rank, message)
-        self.predecessor_gate = linear(rank, message)
-        self.bias = nn.Parameter(torch.empty(message))
-        self._rank = rank
-
-    def feature(self, hidden: Tensor, layer: int) -> Tensor:
-        """What positions tell, of the norm sqrt(R): [.., H] -> [.., R]."""
-        told = self.readouts[layer](hidden).float()
-        return F.rms_norm(told, (self._rank,), eps=TINY).to(hidden.dtype)
-
-    def heard(self, hidden: Tensor, feature: Tensor, before: Tensor, layer: int) -> Tensor:
-        """What is added to positions: [.., H].
-
-        hidden: [.., H]; feature: [.., R], theirs; before: [.., R], of the positions before them.
-        """
-        gate = self.receiver_gate(feature) + self.predecessor_gate(before) + self.bias
-        written: Tensor = self.writes[layer](gate.sigmoid() * self.message(before))
-        size = torch.linalg.vector_norm(hidden.float(), dim=-1, keepdim=True)
-        scale: Tensor = size * hidden.shape[-1] ** -0.5
-        return scale.to(hidden.dtype) * written
 
 
 class Head(DraftHead):
@@ -69,7 +29,9 @@ class Head(DraftHead):
         assert isinstance(config.family, DSpine)
         self._family = config.family
         self._last = config.num_layers - 1
-        self.injection = Injection(config, config.family)
+        self.injection = Injection(
+            config.hidden_size, config.num_layers, config.family.rank, config.family.message_size
+        )
         self.transfer_codes = nn.Parameter(torch.empty(config.vocab_size, config.family.rank))
         self._told_nothing: Tensor  # [n, H], the last layer's output before it is added to
 
@@ -95,6 +57,7 @@ class Head(DraftHead):
         self, hidden: Tensor, token_ids: Tensor, return_probs: bool, noise: DraftNoise
     ) -> Prediction:
         both = torch.cat([hidden, self._told_nothing], dim=1)
+        del self._told_nothing
         return super().predict(both, token_ids, return_probs, noise)
 
     def blocks(
@@ -102,9 +65,9 @@ class Head(DraftHead):
     ) -> Prediction:
         """As `DraftHead.blocks`. hidden: [B, N, 2 * H], beside it that of `_told_nothing`."""
         drafting, told_nothing = hidden[:, 1:].chunk(2, dim=2)  # [B, S, H] each
-        logits = self.vocabulary.logits(drafting.flatten(0, 1))
-        ids = self.vocabulary.candidates(logits, self._family.top_k).ids
-        ids = ids.view(*drafting.shape[:2], -1)
+        ids = self.vocabulary.candidates(
+            self.vocabulary.logits(drafting.flatten(0, 1)), self._family.top_k
+        ).ids.view(*drafting.shape[:2], -1)
         refined = self._refined(told_nothing, before_each(ids, token_ids[:, :1]))
         scores = self.scaled(self.vocabulary.scores(refined, ids))
         return walk(self.vocabulary.kernels, ids, scores, return_probs, noise)

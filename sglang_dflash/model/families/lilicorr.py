@@ -39,7 +39,7 @@ class Head(DraftHead):
         ids = found.ids.view(shape)
         embedded = self.vocabulary.embed_as_target(ids.flatten()).view(*shape, -1)
         context = self.last_context.index_select(0, noise.rows)
-        scores = self.lilicorr(embedded, found.logits.view(shape), drafting, context)
+        scores = self.lilicorr(embedded, found.log_probs.view(shape), drafting, context)
         return walk(self.vocabulary.kernels, ids, scores, return_probs, noise)
 
 
