@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ def lilicorr() -> Family:
     return (config, weights), {"correlated": Correlated(4)}
 
 
-def only(chosen: tuple[Any, ...], pairs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """These pairs, of which all but the chosen one are `full`."""
+def only(chosen: set[Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """These cases, of which all but the chosen ones are `full`."""
     return [
-        pair if pair == chosen else pytest.param(*pair, marks=pytest.mark.full) for pair in pairs
+        case if case in chosen else pytest.param(*case, marks=pytest.mark.full) for case in cases
     ]
 
 
@@ -146,17 +146,7 @@ def test_dspark(small: Path, tmp_path: Path, kind: str, backend: str, page: int)
 
 
 @pytest.mark.parametrize(
-    ("backend", "page"), only(("triton", 16), itertools.product(BACKENDS, [1, 16]))
-)
-def test_dflash2(small: Path, tmp_path: Path, backend: str, page: int) -> None:
-    """A position's convolutions see the positions before it in its own block only."""
-    family = dflash2()
-    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
-    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
-
-
-@pytest.mark.parametrize(
-    ("backend", "shifted"), only(("fa3", True), itertools.product(BACKENDS, [True, False]))
+    ("backend", "shifted"), only({("fa3", True)}, itertools.product(BACKENDS, [True, False]))
 )
 def test_domino(small: Path, tmp_path: Path, backend: str, shifted: bool) -> None:
     """The GRU runs in the draft's graph, and reads embeddings of tokens that the graph drafts."""
@@ -165,22 +155,18 @@ def test_domino(small: Path, tmp_path: Path, backend: str, shifted: bool) -> Non
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
 
-@pytest.mark.parametrize(
-    ("backend", "page"), only(("fa3", 16), itertools.product(BACKENDS, [1, 16]))
-)
-def test_dspine(small: Path, tmp_path: Path, backend: str, page: int) -> None:
-    """A position hears the one before it in its own block only."""
-    family = dspine()
-    reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
-    assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
+WALKS = {(dflash2, "triton", 16), (dspine, "fa3", 16), (lilicorr, "fa3", 16)}
+FAMILIES = [dflash2, dspine, lilicorr]  # that walk over candidates
 
 
 @pytest.mark.parametrize(
-    ("backend", "page"), only(("fa3", 16), itertools.product(BACKENDS, [1, 16]))
+    ("make", "backend", "page"), only(WALKS, itertools.product(FAMILIES, BACKENDS, [1, 16]))
 )
-def test_lilicorr(small: Path, tmp_path: Path, backend: str, page: int) -> None:
-    """The context that a step keeps is what the next replay of the draft's graph reads."""
-    family = lilicorr()
+def test_walks(
+    small: Path, tmp_path: Path, make: Callable[[], Family], backend: str, page: int
+) -> None:
+    """A position reads those before it in its own block only, and LiLiCorr what a step has kept."""
+    family = make()
     reqs, drafts = served_family(small, tmp_path, family, backend, page_size=page)
     assert_drafts(tmp_path, reqs, drafts, family[0], **family[1])
 
