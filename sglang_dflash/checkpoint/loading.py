@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from sglang_dflash.checkpoint import rename_weights
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.files import FETCH_AGAIN
-from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.checkpoint.tensors import is_rope_table
 from sglang_dflash.checkpoint.vocabulary_map import check_map
 from sglang_dflash.errors import Refusal
@@ -48,6 +47,8 @@ def load(
         parameters[name.removeprefix("head.")] = weight  # a checkpoint has a head's at its top
     if config.vocabulary_map:
         parameters["d2t"] = model.get_buffer("d2t")
+    if config.mask_embedding:
+        parameters["mask_embedding"] = model.get_buffer("mask_embedding")
     missing = {(name, shard) for name in parameters for shard in _shards(name)}
     unexpected = []
     target_mask: Tensor | None = None
@@ -80,8 +81,6 @@ def load(
         )
     if config.vocabulary_map:
         check_map(config, parameters["d2t"], target_mask)
-    if config.mask_embedding:
-        model.get_buffer("mask_embedding").copy_(read_mask_embedding(config))
 
 
 def _stacked(name: str) -> tuple[str, Shard | None]:

@@ -76,6 +76,19 @@ EVERYWHERE = (
         "/server_info shows the server arguments, but not what the plugin made of them",
     ),
     Hook(
+        "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        "AROUND",
+        "trainer.hooks:choose_model",
+        "SGLang's call has one path, and no field that says whose weights are there",
+    ),
+    Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_disk",
+        "AROUND",
+        "trainer.hooks:update_from_disk",
+        "SGLang has one path for target and draft",
+    ),
+    Hook(
         "layers.logits_processor.LogitsProcessor.forward",
         "AROUND",
         "engine.capture:append_final_state",

@@ -45,9 +45,13 @@ class ContextKV:
             [pool.get_key_buffer(a.attn.layer_id) for a in attention],
             [pool.get_value_buffer(a.attn.layer_id) for a in attention],
         )
-        self._norm = torch.stack([a.k_norm.weight for a in attention])  # [L, D]
         self._one_rope = all(a.rotary_emb is first.rotary_emb for a in attention)
-        projections = [a.qkv_proj for a in attention]
+        self.read_weights()
+
+    def read_weights(self) -> None:
+        """Stack the model's weights, which may have changed."""
+        self._norm = torch.stack([a.k_norm.weight for a in self._attention])  # [L, D]
+        projections = [a.qkv_proj for a in self._attention]
         stackable = all(isinstance(p.quant_method, UnquantizedLinearMethod) for p in projections)
         self._project = self._stack(projections) if stackable else self._project_each
 

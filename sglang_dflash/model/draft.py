@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from transformers import PretrainedConfig
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.loading import load
+from sglang_dflash.checkpoint.mask_embedding import read_mask_embedding
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.method.noise import DraftNoise, NoiseTable
 from sglang_dflash.model.head import DraftHead
 from sglang_dflash.model.layers import DFlashLayer, Quantization
 from sglang_dflash.model.lm_head import Vocabulary
 from sglang_dflash.model.rope import rotary_embeddings
-from sglang_dflash.model.target_parts import is_copy, lm_head, token_embedding
+from sglang_dflash.model.target_parts import holds, is_copy, lm_head, token_embedding
 
 
 class DFlashDraftModel(nn.Module):
@@ -75,6 +77,7 @@ class DFlashDraftModel(nn.Module):
         brought = (getattr(self, name, None) for name in ("embed_tokens", "lm_head", "d2t"))
         self.vocabulary = Vocabulary(target, kernels, *brought)
         self.head.bind(self.vocabulary, self._embed_tokens, self.norm.forward, width)
+        self.head.weights_loaded()
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             layer.block_width = width
@@ -98,12 +101,15 @@ class DFlashDraftModel(nn.Module):
         """
         embedding = token_embedding(target)
         head = lm_head(target)
+        self._shared: dict[str, nn.Module] = {}
         raw = getattr(embedding, "embed_scale", None) is None  # Gemma's module scales by itself
         if self.dflash.own_embedding and raw and is_copy(self.embed_tokens, embedding):
             del self.embed_tokens
+            self._shared["embed_tokens.weight"] = embedding
         mapped = self.dflash.vocabulary_map
         if self.dflash.draft_vocab_size is not None and not mapped and is_copy(self.lm_head, head):
             del self.lm_head
+            self._shared["lm_head.weight"] = head
 
     @torch.no_grad()  # SGLang captures graphs without it
     def forward(
@@ -149,7 +155,27 @@ class DFlashDraftModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a checkpoint strictly; raises `Refusal`."""
+        if self.dflash.mask_embedding:
+            weights = chain(weights, [("mask_embedding", read_mask_embedding(self.dflash))])
         load(self, self.dflash, weights, default_weight_loader)
+
+    def unshared(self, weights: Mapping[str, Tensor]) -> str | None:
+        """The name of a part that is shared with the target, and that has other weights here.
+
+        weights: as for `reload`.
+        """
+        return next((n for n, own in self._shared.items() if not holds(own, weights[n])), None)
+
+    def reload(self, weights: Mapping[str, Tensor]) -> None:
+        """Load other weights into the same memory, which graphs read.
+
+        weights: all of a checkpoint by the model's own names, as `checkpoint.new_weights` returns
+        them, with nothing `unshared`. They may be on any device.
+        """
+        own = {name: tensor for name, tensor in weights.items() if name not in self._shared}
+        load(self, self.dflash, own.items(), default_weight_loader)
+        self.head.weights_loaded()
+        self.vocabulary.read_offsets()
 
 
 EntryClass = DFlashDraftModel

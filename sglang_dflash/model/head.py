@@ -48,6 +48,9 @@ class DraftHead(nn.Module):
         self.norm = norm
         self.width = width
 
+    def weights_loaded(self) -> None:
+        """Prepare weights as they are in a checkpoint. Called after each load, in place."""
+
     def make_room(self, rows: int) -> None:
         """Make room for what it keeps of each request. rows: R, of `req_to_token`."""
         if self.reads_last_context:

@@ -113,8 +113,16 @@ class Vocabulary:
             self.first_id = shard.org_vocab_start_index
         if offsets is None:  # rows beyond the target's tokens are padding
             self.columns = max(0, min(self.columns, self.target_size - self.first_id))
-        ours = torch.arange(self.columns, device=next(target.parameters()).device) + self.first_id
-        self.ids = self._target_ids(ours).int()  # [columns], the token of each
+        # [columns] int32, the token of each
+        self.ids = torch.empty(
+            self.columns, dtype=torch.int32, device=next(target.parameters()).device
+        )
+        self.read_offsets()
+
+    def read_offsets(self) -> None:
+        """Follow the offsets, which may have changed."""
+        ours = torch.arange(self.columns, device=self.ids.device) + self.first_id
+        self.ids.copy_(self._target_ids(ours))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head's output for this rank's part of the vocabulary: [n, H] -> [n, columns]."""
@@ -231,6 +239,14 @@ class Vocabulary:
 
 
 def _fit_rows(weight: Tensor, start: int, end: int) -> None:
-    if (start, end) != (0, len(weight)):
-        rows = weight.data[start:end]
-        weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
+    """Keep some rows of a parameter, now and when it is loaded again."""
+    if (start, end) == (0, len(weight)):
+        return
+
+    def load(parameter: Tensor, whole: Tensor) -> None:
+        rows = whole[start:end]
+        parameter.data[: len(rows)].copy_(rows)
+
+    rows = weight.data[start:end]
+    weight.data = F.pad(rows, (0, 0, 0, end - start - len(rows)))
+    weight.weight_loader = load  # type: ignore[attr-defined]  # SGLang's own name

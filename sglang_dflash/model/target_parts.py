@@ -9,6 +9,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import Tensor, nn
 
+ROWS_AT_ONCE = 4096  # of a vocabulary, compared on the device
+
 
 def language_model(model: Any) -> Any:
     """The language model of a target. Multimodal models have it as a submodule."""
@@ -47,3 +49,18 @@ def is_copy(own: nn.Module, targets: nn.Module) -> bool:
     same_ids = getattr(own, "shard_indices", None) == getattr(targets, "shard_indices", None)
     alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
     return same_ids and alike and torch.equal(ours, theirs)
+
+
+def holds(part: nn.Module, whole: Tensor) -> bool:
+    """Whether this rank's part of the vocabulary has these weights.
+
+    part: with unquantised weights; whole: [tokens, H], of all ranks.
+    """
+    ours: Any = part.weight
+    shard = getattr(part, "shard_indices", None)
+    start, end = (0, len(whole))
+    if shard is not None:
+        start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    rows = whole[start:end]
+    pairs = zip(ours.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=False)
+    return all(torch.equal(a[: len(b)], b.to(a)) for a, b in pairs)

@@ -10,6 +10,7 @@ ATTACHED = {
     "dflash_late": "of a `Req`: what its grammar says of its last token, if that is no end",
     "dflash_drafts": "of a `GenerationBatchResult`: the drafts of watched requests",
     "dflash_slots": "of the target's `ReqToTokenPool`: the slots that a step needs next",
+    "dflash_new_weights": "of the target's TP worker: what gives the draft new weights",
     "dflash_target": "of a `LogitsProcessor`: it is the target's",
     "dflash_append_final": "of the target's `LogitsProcessor`: append the last layer's state",
     "dflash_anchor_window": "of a draft's `RadixAttention`: tokens before the anchor that are seen",

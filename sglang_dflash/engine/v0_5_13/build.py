@@ -40,6 +40,7 @@ from sglang_dflash.step.worker import DFlashWorker
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
 from sglang_dflash.targets.recurrent_states import states_of
+from sglang_dflash.trainer.new_weights import NewWeights
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def build_worker(
     draft = draft_worker.model_runner
     drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
     context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels, platform.queues_work)
+    target_worker.dflash_new_weights = NewWeights(draft.model, context_kv)
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(noise, rules, kernels)

@@ -100,6 +100,18 @@ DFLASH_HOOKS = (
         "SGLang captures graphs anew with the attention backend of the last verify width",
     ),
     Hook(
+        "managers.tp_worker.BaseTpWorker.update_weights_from_tensor",
+        "AROUND",
+        "trainer.hooks:divide",
+        "SGLang gives all tensors to one model, and they have no sign whose they are",
+    ),
+    Hook(
+        "managers.tp_worker.BaseTpWorker.update_weights_from_distributed",
+        "AROUND",
+        "trainer.hooks:divide",
+        "SGLang gives these to the target alone",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "report.hooks:meta_info",

@@ -130,6 +130,13 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        "._select_runners",
+        "AROUND",
+        "engine.v0_5_23.weights:select_runners",
+        "SGLang gives a draft the target's tensors, or a part of its own",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "engine.v0_5_23.report:by_position",

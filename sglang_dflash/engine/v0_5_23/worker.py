@@ -36,6 +36,7 @@ from sglang_dflash.step.noise import Noise, is_sampled
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
+from sglang_dflash.trainer.new_weights import NewWeights
 
 
 class DFlashWorker(DFlashWorkerV2):
@@ -75,6 +76,7 @@ class DFlashWorker(DFlashWorkerV2):
         pool = self.draft_model_runner.token_to_kv_pool
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
+        self._target_worker.dflash_new_weights = NewWeights(self.draft_model, self._context_kv)
 
     def forward_batch_generation(
         self,
@@ -195,7 +197,7 @@ class DFlashWorker(DFlashWorkerV2):
         self._context_kv.keep_last(target_hidden, last, self._asked.rows)
 
     def weight_update_runners(self) -> list[Any]:
-        """New weights are the target's: the draft keeps its own."""
+        """New weights are the target's. `weights.select_runners` names the draft."""
         return []
 
     def _can_skip_verify_logits(self, batch: ScheduleBatch, sampling_info: Any) -> bool:

@@ -38,6 +38,8 @@ class Head(DraftHead):
     def bind(self, *given: Any) -> None:
         super().bind(*given)
         self.vocabulary.fit_input(self.transfer_codes)
+
+    def weights_loaded(self) -> None:
         self.transfer_codes.data *= self._family.rank**0.5  # as long as the features
 
     def after_layer(

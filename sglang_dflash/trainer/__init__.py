@@ -1,0 +1,1 @@
+"""What trainers of drafts ask of a running server."""
