@@ -131,7 +131,7 @@ class InProcess:
         params = SamplingParams(**options)
         params.normalize(self.scheduler.tokenizer)
         params.verify(self.scheduler.model_config.vocab_size)
-        rid = f"test-{next(_ids)}"
+        rid = fields.pop("rid", None) or f"test-{next(_ids)}"
         request = TokenizedGenerateReqInput(
             rid=rid,
             input_text="",

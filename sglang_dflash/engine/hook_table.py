@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_dflash.seam.flags import process_serves_dflash
 from sglang_dflash.seam.hook import Hook, always
 
 EVERYWHERE = (
@@ -87,6 +88,13 @@ EVERYWHERE = (
         "AROUND",
         "trainer.hooks:update_from_disk",
         "SGLang has one path for target and draft",
+    ),
+    Hook(
+        "mem_cache.common.release_kv_cache",
+        "BEFORE",
+        "trainer.features:finish",
+        "features of a request are written when it ends, wherever SGLang ends it",
+        process_serves_dflash,
     ),
     Hook(
         "layers.logits_processor.LogitsProcessor.forward",

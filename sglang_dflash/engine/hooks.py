@@ -13,6 +13,7 @@ from sglang_dflash.checkpoint.served import is_draft, load_draft
 from sglang_dflash.errors import Refusal
 from sglang_dflash.logits.processors import wrong_processor
 from sglang_dflash.seam import release
+from sglang_dflash.trainer.features import ask
 
 NEXT_SEED = 0x1E3779B97F4A7C15  # an odd number, so that no seed comes again
 
@@ -42,7 +43,7 @@ def validate_request(req: Any) -> str | None:
         if ids and not 0 <= min(ids) <= max(ids) < req.vocab_size:
             req.origin_input_ids_unpadded = req.origin_input_ids[:0]  # the detokenizer reads them
             return f"{field} has a token outside the vocabulary of {req.vocab_size} tokens."
-    return None
+    return ask(req, release.server_args().dflash.features)
 
 
 def seed_answers_apart(manager: Any, request: Any) -> None:

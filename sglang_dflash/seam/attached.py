@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ATTACHED = {
     "dflash": "of `ServerArgs`: the options of this package, which processes get by pickle",
+    "dflash_features": "of a `Req`: what is taken of its features",
     "dflash_flags": "of `ServerArgs`: the flags of this package on their command line",
     "dflash_path": "of the draft's Transformers config: the folder of its checkpoint",
     "dflash_seed": "of a `Req`: the seed of its noise",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +17,15 @@ from sglang_dflash.settings.platforms import Platform, platform_of
 
 VERIFY_WIDTH = "SGLANG_DFLASH_VERIFY_WIDTH"
 DRAFT_AHEAD = "SGLANG_DFLASH_DRAFT_AHEAD"
+FEATURES = "SGLANG_DFLASH_FEATURES"
+FEATURES_FORM = "SGLANG_DFLASH_FEATURES_FORM"
 FLAGS = {  # by the variable that each one takes the place of
     VERIFY_WIDTH: "--speculative-dflash-verify-width",
     DRAFT_AHEAD: "--speculative-dflash-draft-ahead",
+    FEATURES: "--speculative-dflash-features",
+    FEATURES_FORM: "--speculative-dflash-features-form",
 }
+FORMS = ("speculators", "specforge")  # of features, the first is the default
 # The flags of the command line whose server arguments are made now, by variable.
 NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 _given = ContextVar("flags of this package", default=NO_FLAGS)
@@ -38,6 +44,17 @@ def add_cli_args(_: None, parser: argparse.ArgumentParser) -> None:
         metavar="{on,off}",
         help="Queue the draft of the next DFLASH block before the host handles results. "
         "Default: on with CUDA, off on a CPU.",
+    )
+    parser.add_argument(
+        FLAGS[FEATURES],
+        metavar="FOLDER",
+        help="Write the features that train a DFLASH draft into this folder, of each request that "
+        'asks for them by "custom_params": {"features": true}.',
+    )
+    parser.add_argument(
+        FLAGS[FEATURES_FORM],
+        metavar="{speculators,specforge}",
+        help="The trainer that reads the features. Default: speculators.",
     )
 
 
@@ -81,12 +98,40 @@ def _asked(variable: str, default: str) -> str:
 
 
 @dataclass(frozen=True)
+class Features:
+    """Where features for training are written, and for which trainer."""
+
+    folder: Path
+    form: str  # of FORMS
+
+    @classmethod
+    def read(cls) -> Features | None:
+        """Read flags and environment. None: no folder is given. Raises `Refusal`."""
+        folder, form = _asked(FEATURES, ""), _asked(FEATURES_FORM, FORMS[0])
+        if form not in FORMS:
+            raise Refusal(
+                f"--speculative-dflash-features-form (or {FEATURES_FORM}) {form!r} does not work.",
+                f"Give {' or '.join(FORMS)}.",
+            )
+        if not folder:
+            return None
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            raise Refusal(
+                f"--speculative-dflash-features (or {FEATURES}) {folder!r} is not a folder that "
+                "can be written to.",
+                "Make the folder first.",
+            )
+        return cls(Path(folder).absolute(), form)
+
+
+@dataclass(frozen=True)
 class Options:
     """How a server drafts and verifies."""
 
     block_size: int  # positions N of a whole block, the anchor included
     verify_widths: tuple[int, ...]  # allowed, ascending; with several, each step chooses
     draft_ahead: bool  # the next block is drafted while the host commits this one
+    features: Features | None  # None: no request can have them
 
     @classmethod
     def read(cls, server_args: Any) -> Options:
@@ -100,7 +145,8 @@ class Options:
                 f"--speculative-dflash-draft-ahead (or {DRAFT_AHEAD}) {ahead!r} does not work.",
                 "Give on or off.",
             )
-        return cls(block_size, _verify_widths(widths, block_size, platform), ahead == "on")
+        verified = _verify_widths(widths, block_size, platform)
+        return cls(block_size, verified, ahead == "on", Features.read())
 
     @property
     def shown_width(self) -> str:

@@ -115,6 +115,19 @@ class CommittedStep:
         return [each.num_accepted for each in self.committed]
 
 
+class ContextObserver(Protocol):
+    """Sees the tokens that join the context of requests, in a prefill or behind a verify."""
+
+    def observe(
+        self, reqs: Sequence[Req], states: Tensor, positions: Tensor, starts: Tensor, counts: Tensor
+    ) -> None:
+        """Look at the target's states before another forward is queued.
+
+        states: [n, >= K*H]; positions: [n] int64; starts, counts: [B], the rows of each request,
+        of which the first `counts` join.
+        """
+
+
 class StepObserver(Protocol):
     """Sees each step when it is committed, and changes nothing of it."""
 

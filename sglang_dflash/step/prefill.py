@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -13,7 +14,7 @@ from torch import Tensor
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.copies import HostCopy
 from sglang_dflash.step.noise import Noise
-from sglang_dflash.step.policies import Logprobs
+from sglang_dflash.step.policies import ContextObserver, Logprobs
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
 
 
@@ -32,12 +33,14 @@ class Prefill:
         noise: Noise,
         logprobs: Logprobs,
         context_kv: ContextKV,
+        observers: Sequence[ContextObserver],
     ) -> None:
         self._target = target
         self._sampler = sampler
         self._noise = noise
         self._logprobs = logprobs
         self._context_kv = context_kv
+        self._observers = observers
         self._runner = target.model_runner
         graphs = self._runner.piecewise_cuda_graph_runner
         if graphs is not None and not target.server_args.enable_breakable_cuda_graph:
@@ -63,6 +66,10 @@ class Prefill:
         if self._context_kv.keeps_last:
             last = forward_batch.extend_seq_lens.cumsum(0) - 1
             self._context_kv.keep_last(output.hidden_states, last, batch.req_pool_indices)
+        for observer in self._observers:
+            counts = forward_batch.extend_seq_lens
+            starts = counts.cumsum(0) - counts
+            observer.observe(batch.reqs, output.hidden_states, positions, starts, counts)
         if batch.return_hidden_states:
             _append_prompt_states(batch, output.hidden_states)
         output.hidden_states = None

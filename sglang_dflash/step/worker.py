@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,20 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.managers.tp_worker import TpModelWorker
-from torch import Tensor
 
 from sglang_dflash.method.acceptance import Outcome
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.step.commit import Committer
 from sglang_dflash.step.copies import HostCopy
-from sglang_dflash.step.policies import Choice, Drafted, NextDraft, VerifyWidth, WorkerReport
+from sglang_dflash.step.policies import (
+    Choice,
+    ContextObserver,
+    Drafted,
+    NextDraft,
+    VerifyWidth,
+    WorkerReport,
+)
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.slots import Slots
@@ -48,6 +55,7 @@ class DFlashWorker:
         slots: Slots,
         drafter: Drafter,
         context_kv: ContextKV,
+        context_observers: Sequence[ContextObserver],
         prefill: Prefill,
         verifier: Verifier,
         verify_width: VerifyWidth,
@@ -61,6 +69,7 @@ class DFlashWorker:
         self.slots = slots
         self.drafter = drafter
         self.context_kv = context_kv
+        self.context_observers = context_observers
         self.prefill = prefill
         self.verifier = verifier
         self.verify_width = verify_width
@@ -98,7 +107,7 @@ class DFlashWorker:
         choice = drafted.planned or self.verify_width.choose(block, batch.reqs)
         verified = self.verifier.verify(batch, choice.block)
         copy = HostCopy(verified.accepted.packed)
-        self._write_context(verified, batch.req_pool_indices)
+        self._write_context(verified, batch)
         following = self.next_draft.after_verify(batch, verified, copy)
         return StepInFlight(block, choice, verified, copy, following)
 
@@ -109,15 +118,18 @@ class DFlashWorker:
         step.choice.learn(step.verified.accepted.outcome)
         return self.committer.commit(batch, step.block, step.verified, outcome)
 
-    def _write_context(self, verified: VerifyResult, rows: Tensor) -> None:
+    def _write_context(self, verified: VerifyResult, batch: ScheduleBatch) -> None:
         """Write the context KV of the committed positions: the anchor and the accepted drafts."""
         block, accepted = verified.block, verified.accepted
         slots = block.flatten(accepted.kv_slots)
-        states = verified.output.hidden_states
-        self.context_kv.write(states, verified.positions, slots)
+        states, positions = verified.output.hidden_states, verified.positions
+        self.context_kv.write(states, positions, slots)
         if self.context_kv.keeps_last:
             last = block.starts + accepted.outcome.num_accepted
-            self.context_kv.keep_last(states, last, rows)
+            self.context_kv.keep_last(states, last, batch.req_pool_indices)
+        for observer in self.context_observers:
+            counts = accepted.outcome.num_accepted + 1
+            observer.observe(batch.reqs, states, positions, block.starts, counts)
 
     def _extend(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one prefill. The host waits only for the first tokens, while the draft still runs."""

@@ -14,6 +14,7 @@ from sglang_dflash.adaptive.row_graphs import RowGraphs
 from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.adaptive.verify_graphs import NoGraphs, WidthGraphs
 from sglang_dflash.adaptive.verify_width import AdaptiveWidth, FixedWidth
+from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.engine.draft_rules import check_loaded_head
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.engine.v0_5_13.draft_worker import make_draft_worker
@@ -29,7 +30,7 @@ from sglang_dflash.step.clock import StepClock
 from sglang_dflash.step.commit import Committer
 from sglang_dflash.step.draft_ahead import DraftAhead, DraftLater
 from sglang_dflash.step.noise import Noise
-from sglang_dflash.step.policies import NextDraft, VerifyWidth
+from sglang_dflash.step.policies import ContextObserver, NextDraft, VerifyWidth
 from sglang_dflash.step.prefill import Prefill
 from sglang_dflash.step.propose import Drafter
 from sglang_dflash.step.sample import TargetSampler
@@ -40,6 +41,7 @@ from sglang_dflash.step.worker import DFlashWorker
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
 from sglang_dflash.targets.recurrent_states import states_of
+from sglang_dflash.trainer.features import FeatureFiles
 from sglang_dflash.trainer.new_weights import NewWeights
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,10 @@ def build_worker(
             exact_lengths=exact_lengths,
             plans=verify_backend(server_args) != "flashinfer" and not lacks_adapters,
         )
+    context_observers: list[ContextObserver] = []
+    if options.features is not None and rank["tp_rank"] == 0:
+        num_features = len(draft_config(server_args).target_layer_ids)
+        context_observers.append(FeatureFiles(options.features, num_features, target.model))
     report = Report(server_args, draft, options, clock)
     report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
     if rank["tp_rank"] == 0:
@@ -135,7 +141,8 @@ def build_worker(
         slots=slots,
         drafter=drafter,
         context_kv=context_kv,
-        prefill=Prefill(target_worker, sampler, noise, logprobs, context_kv),
+        context_observers=context_observers,
+        prefill=Prefill(target_worker, sampler, noise, logprobs, context_kv, context_observers),
         verifier=verifier,
         verify_width=verify_width,
         next_draft=next_draft,

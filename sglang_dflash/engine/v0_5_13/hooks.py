@@ -40,7 +40,8 @@ def capture_layers(original: Callable[..., None], runner: Any) -> None:
         return original(runner)
     layers = runner.model_config.hf_text_config.num_hidden_layers
     logits_processor(runner.model).dflash_target = True
-    final_too = runner.server_args.enable_return_hidden_states
+    args = runner.server_args
+    final_too = args.enable_return_hidden_states or args.dflash.features is not None
     capture(runner.model, runner.dflash_target_layer_ids, layers, final_too)
     return None
 

@@ -88,7 +88,8 @@ def capture_layers(
         return
     arguments = Arguments(release.server_args())
     layers = arguments.get_model_config().hf_text_config.num_hidden_layers
-    final_too = get_server_return_hidden_states_mode() != CaptureHiddenMode.NULL
+    returned = get_server_return_hidden_states_mode() != CaptureHiddenMode.NULL
+    final_too = returned or arguments.dflash.features is not None
     capture(model, dflash_target_layer_ids, layers, final_too)
     _add_residuals(language_model(model), dflash_target_layer_ids)
 

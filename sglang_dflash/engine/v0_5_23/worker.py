@@ -36,6 +36,7 @@ from sglang_dflash.step.noise import Noise, is_sampled
 from sglang_dflash.step.sample import SamplingInput, TargetSampler
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
+from sglang_dflash.trainer.features import FeatureFiles
 from sglang_dflash.trainer.new_weights import NewWeights
 
 
@@ -50,6 +51,12 @@ class DFlashWorker(DFlashWorkerV2):
         self._rules = RequestedRules(all_ends=True)
         self.draft_model.bind(self.model_runner.model, self._kernels, False, self.block_size)
         self._seed = f"{self._target_worker.random_seed} {get_parallel().dp_rank}"
+        self._features: FeatureFiles | None = None
+        if arguments.dflash.features is not None and self._target_tp_rank == 0:
+            num_features = len(self.draft_model.dflash.target_layer_ids)
+            self._features = FeatureFiles(
+                arguments.dflash.features, num_features, self.model_runner.model
+            )
         self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
@@ -181,20 +188,28 @@ class DFlashWorker(DFlashWorkerV2):
             offsets = torch.arange(blocks.shape[1], device=slots.device)
             slots = torch.where(offsets < commit_lens[:, None], blocks, 0).flatten()
         self._context_kv.write(target_hidden[: len(slots)], positions.long(), slots)
-        if self._context_kv.keeps_last:
-            self._keep_last(target_hidden, extend_lens, commit_lens)
+        if self._context_kv.keeps_last or self._features is not None:
+            self._observe(target_hidden, positions, extend_lens, commit_lens)
 
-    def _keep_last(
-        self, target_hidden: Tensor, extend_lens: Tensor | None, commit_lens: Tensor | None
+    def _observe(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        extend_lens: Tensor | None,
+        commit_lens: Tensor | None,
     ) -> None:
-        """Keep the context of each request's last token, of a prefill or of a block."""
+        """Show the tokens that join the context to what looks at them."""
         if commit_lens is None:
             assert extend_lens is not None
-            last = extend_lens.long().cumsum(0) - 1
+            counts = extend_lens.long()
+            starts = counts.cumsum(0) - counts
         else:
-            starts = torch.arange(len(commit_lens), device=commit_lens.device) * self.block_size
-            last = starts + commit_lens - 1
-        self._context_kv.keep_last(target_hidden, last, self._asked.rows)
+            counts = commit_lens
+            starts = torch.arange(len(counts), device=counts.device) * self.block_size
+        if self._context_kv.keeps_last:
+            self._context_kv.keep_last(target_hidden, starts + counts - 1, self._asked.rows)
+        if self._features is not None:
+            self._features.observe(self._asked.reqs, target_hidden, positions, starts, counts)
 
     def weight_update_runners(self) -> list[Any]:
         """New weights are the target's. `weights.select_runners` names the draft."""

@@ -1,0 +1,159 @@
+"""Features equal Transformers' hidden states, whatever was cached, cut into chunks or retracted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from sglang_dflash.settings.options import FEATURES, FEATURES_FORM, FORMS
+from sglang_dflash.trainer.features import ASK
+from sglang_dflash.trainer.features import FORMS as WRITERS
+from test.checkpoints import HIDDEN, draft_config, draft_weights, prompt, write_draft
+from test.inprocess import InProcess
+
+WANTED: dict[str, Any] = {"custom_params": {ASK: True}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where servers of this test write features."""
+    path = tmp_path / "features"
+    path.mkdir()
+    monkeypatch.setenv(FEATURES, str(path))
+    return path
+
+
+def read(folder: Path, rid: str, form: str = FORMS[0]) -> dict[str, Tensor]:
+    """The features of a request, with the names of SpecForge, which has a key for each part."""
+    file = folder / f"{rid}{WRITERS[form][1]}"
+    for _ in range(100):  # another thread writes it
+        if file.exists():
+            break
+        time.sleep(0.05)
+    if form == "specforge":
+        found: dict[str, Tensor] = torch.load(file, weights_only=True)
+        return found
+    stored = load_file(file)
+    states = stored["hidden_states"]
+    return {
+        "input_ids": stored["token_ids"],
+        "loss_mask": stored["loss_mask"].long(),
+        "hidden_states": states[:, :-1].flatten(1),
+        "target_last_hidden_states": states[:, -1],
+    }
+
+
+def check(
+    model: Qwen3ForCausalLM,
+    found: dict[str, Tensor],
+    ids: list[int],
+    output: list[int],
+    form: str,
+    layers: tuple[int, ...] = (1, 3),
+) -> None:
+    """layers: as Transformers counts them."""
+    count = len(found["input_ids"])
+    assert len(ids) + len(output) - 1 <= count <= len(ids) + len(output)
+    assert found["input_ids"].tolist() == (ids + output)[:count]
+    assert found["loss_mask"].tolist() == ([0] * len(ids) + [1] * len(output))[:count]
+    with torch.no_grad():
+        of_layers = model(torch.tensor([ids + output]), output_hidden_states=True).hidden_states
+    expected = torch.cat([of_layers[layer][0, :count] for layer in layers], dim=1)
+    torch.testing.assert_close(found["hidden_states"], expected, atol=2e-4, rtol=2e-4)
+    last = found["target_last_hidden_states"]
+    if form == "speculators":  # which norms it
+        last = model.model.norm(last)
+    torch.testing.assert_close(last, of_layers[-1][0, :count], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("page", "chunk"), [(1, None), pytest.param(16, 32, marks=pytest.mark.ci)])
+def test_features_of_requests(
+    target: str,
+    draft: str,
+    model: Qwen3ForCausalLM,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    page: int,
+    chunk: int | None,
+) -> None:
+    """Beside others that do not ask, and with all of a prompt in the cache."""
+    monkeypatch.setenv(FEATURES_FORM, form)
+    ids = prompt(91, 70)
+    with InProcess(target, draft, page_size=page, chunked_prefill_size=chunk) as engine:
+        plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
+        asked = [engine.add(ids[:n], max_new_tokens=m, **WANTED) for n, m in ((70, 40), (35, 1))]
+        other = engine.add(ids, max_new_tokens=40, ignore_eos=True)
+        engine.run(*asked, other)
+        assert list(other.output_ids) == plain
+        assert other.cached_tokens > 0
+        for req in asked:
+            assert req.cached_tokens == 0
+            output = list(req.output_ids_through_stop)
+            check(model, read(folder, req.rid, form), list(req.origin_input_ids), output, form)
+        assert len(list(folder.iterdir())) == len(asked)
+
+
+def test_the_last_layer_is_a_feature(
+    target: str, model: Qwen3ForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    config = draft_config(dflash_config={"target_layer_ids": [1, 3]})
+    path = write_draft(tmp_path / "draft", config, draft_weights(config))
+    with InProcess(target, str(path)) as engine:
+        req = engine.add(prompt(92, 20), max_new_tokens=20, **WANTED)
+        engine.run(req)
+        output = list(req.output_ids_through_stop)
+    found = read(folder, req.rid)
+    check(model, found, prompt(92, 20), output, FORMS[0], layers=(2, 4))
+
+
+@pytest.mark.ci
+def test_a_retracted_request(
+    target: str, draft: str, model: Qwen3ForCausalLM, folder: Path
+) -> None:
+    with InProcess(target, draft, max_total_tokens=768, schedule_conservativeness=0.01) as engine:
+        reqs = [
+            engine.add(prompt(93 + i, 60), max_new_tokens=200, ignore_eos=True, **WANTED)
+            for i in range(6)
+        ]
+        engine.run(*reqs)
+        assert any(req.retraction_count for req in reqs)
+    for req in reqs:
+        output = list(req.output_ids_through_stop)
+        check(model, read(folder, req.rid), list(req.origin_input_ids), output, FORMS[0])
+
+
+def test_an_aborted_request_has_none(target: str, draft: str, folder: Path) -> None:
+    with InProcess(target, draft) as engine:
+        req = engine.add(prompt(94, 20), max_new_tokens=200, ignore_eos=True, **WANTED)
+        for _ in range(3):
+            engine.step()
+        engine.abort(req)
+        engine.run(req)
+        done = engine.add(prompt(95, 20), max_new_tokens=9, **WANTED)
+        engine.run(done)
+    assert len(read(folder, done.rid)["input_ids"]) > HIDDEN // 8
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_requests_that_cannot_have_them(
+    target: str, draft: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with InProcess(target, draft) as engine:
+        refused = engine.add(prompt(96, 9), rid="../outside", **WANTED)
+        engine.run(refused)
+        assert "rid" in refused.finished_reason.message
+    monkeypatch.delenv(FEATURES)
+    with InProcess(target, draft) as engine:
+        refused = engine.add(prompt(96, 9), **WANTED)
+        engine.run(refused)
+        assert "--speculative-dflash-features" in refused.finished_reason.message
+    assert not list(folder.iterdir())
