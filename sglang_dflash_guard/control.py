@@ -148,10 +148,13 @@ def update_from_disk(original: Any, updater: Any, *args: Any, **kwargs: Any) -> 
 def update_from_group(
     original: Any, updater: Any, request: UpdateWeightsFromDistributedReqInput
 ) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_distributed`: asserted there."""
+    """AROUND `SchedulerWeightUpdaterManager.update_weights_from_distributed`, which asserts."""
     groups = updater.tp_worker.model_runner._model_update_group
     if request.group_name in groups:
-        return original(updater, request)
+        try:
+            return original(updater, request)
+        except AssertionError as error:  # of the flush
+            return UpdateWeightsFromDistributedReqOutput(False, _partly_changed(error))
     why = f"There is no group {shown(request.group_name)}. Call /init_weights_update_group first."
     return UpdateWeightsFromDistributedReqOutput(False, why)
 
@@ -175,6 +178,8 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
 
 
 def _partly_changed(error: Exception) -> str:
+    if str(error).startswith("Cache flush failed"):
+        return f"{error}: requests are running or waiting. All weights are new."
     return f"{type(error).__name__}: {error}. Weights may be partly changed: load them again."
 
 

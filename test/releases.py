@@ -60,6 +60,7 @@ RUNS = (
     "test/server/test_bad_requests.py",
     "test/server/test_differential.py",
     "test/server/test_ends.py",
+    "test/server/test_features.py",
     "test/server/test_guard.py",
     "test/server/test_input_embeds.py",
     "test/server/test_new_weights.py",

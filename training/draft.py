@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,23 +53,44 @@ def train_draft(
     """Read the target and answers.jsonl from `work`, and write work/draft."""
     torch.manual_seed(1)
     target = load_target(work, device)
-    head = target.lm_head.weight.float()
-    embed = torch.nn.Embedding.from_pretrained(head)
     draft = Draft(DRAFT_CONFIG).to(device)
     run = Run(draft, LEARNING_RATE, steps, work / "draft.pt")
     mix = Mix(read_answers(work / "answers.jsonl", target), batch)
-    rng = random.Random(2 + run.done)
+    fit(draft, run, target, mix.draw, random.Random(2 + run.done), device, compiled, anchors)
+    write_draft(draft, work / "draft")
+
+
+def fit(
+    draft: Draft,
+    run: Run,
+    target: PreTrainedModel,
+    draw: Callable[[random.Random], list[Answer]],
+    rng: random.Random,
+    device: str,
+    compiled: bool,
+    anchors: int,
+) -> None:
+    """Run the steps that are left.
+
+    draw: the answers of a step; anchors: blocks of each of them.
+    """
+    head = target.lm_head.weight.float()
+    embed = torch.nn.Embedding.from_pretrained(head)
     loss_of_whole = torch.compile(_loss, dynamic=True) if compiled else _loss
     for bar in run.steps_left("draft"):
         size = WHOLE if rng.random() < WHOLE_BLOCKS else rng.choice(SHORTER_BLOCKS)
-        tensors = batched(mix.draw(rng), anchors, rng, device)
+        tensors = batched(draw(rng), anchors, rng, device)
         loss_of = loss_of_whole if size == WHOLE else _loss
         loss, accepted = loss_of(draft, head, embed, *tensors, size)
         run.step(loss)
         bar.set_postfix(accept=f"{1 + accepted.item():.2f}", refresh=False)
+
+
+def write_draft(draft: Draft, folder: Path) -> Path:
+    """Write a checkpoint in bfloat16 to a folder, and return that."""
     state = draft.state_dict()
     weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in state.items()}
-    write_checkpoint(work / "draft", DRAFT_CONFIG, weights)
+    return write_checkpoint(folder, DRAFT_CONFIG, weights)
 
 
 @torch.no_grad()

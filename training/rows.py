@@ -38,7 +38,7 @@ def documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Documen
         if kind == "code":
             ids, first = _source(tokenizer, rng, code)
         else:
-            ids, first = _conversation(tokenizer, rng, draws[kind])
+            ids, first = conversation(tokenizer, rng, draws[kind])
         seen[kind] += len(ids)
         yield ids[:ROW], first
 
@@ -50,7 +50,7 @@ def _source(tokenizer: PreTrainedTokenizerFast, rng: random.Random, code: list[s
     return ids[start : start + ROW], 0
 
 
-def _conversation(
+def conversation(
     tokenizer: PreTrainedTokenizerFast,
     rng: random.Random,
     draw: Callable[[random.Random], Example],

@@ -34,7 +34,7 @@ def train_target(work: Path, steps: int, device: str, compiled: bool) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "target")
     model = Qwen3ForCausalLM(Qwen3Config(**TARGET_CONFIG)).to(device)
     run = Run(model, LEARNING_RATE, steps, work / "target.pt")
-    loss_of = torch.compile(_loss) if compiled else _loss
+    loss_of = torch.compile(loss_of_rows) if compiled else loss_of_rows
     batches = packed(documents(tokenizer, seed=1 + run.done))
     for bar in run.steps_left("target"):
         loss = loss_of(model, *(t.to(device) for t in next(batches)))
@@ -44,7 +44,7 @@ def train_target(work: Path, steps: int, device: str, compiled: bool) -> None:
     (work / "target" / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
 
-def _loss(
+def loss_of_rows(
     model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, numbers: Tensor, labels: Tensor
 ) -> Tensor:
     """Mean cross entropy in nats of a batch of `packed`; a token sees only its own document."""
@@ -83,9 +83,14 @@ AttentionMaskInterface.register("grouped", eager_mask)
 
 
 def load_target(work: Path, device: str) -> PreTrainedModel:
-    """The trained target in bfloat16, frozen."""
+    """The trained target of a working folder."""
+    return load_frozen(work / "target", device)
+
+
+def load_frozen(folder: Path, device: str) -> PreTrainedModel:
+    """A target in bfloat16, frozen."""
     model = AutoModelForCausalLM.from_pretrained(
-        work / "target", dtype=torch.bfloat16, attn_implementation="grouped"
+        folder, dtype=torch.bfloat16, attn_implementation="grouped"
     )
     return model.to(device).eval().requires_grad_(False)
 

@@ -19,12 +19,14 @@ from sglang_dflash.checkpoint.tensors import (
     faults,
     is_rope_table,
     stored_tensors,
+    weight_files,
 )
 from sglang_dflash.checkpoint.vocabulary_map import check_map
 from sglang_dflash.errors import Refusal, shown
 
 MASK = "mask_embedding"  # a checkpoint has it in a file of its own
 ALL_OR_NOTHING = "Send all tensors of the served draft's checkpoint, by their names there."
+CORRECT = "Send or write them again when they are right."
 RESTART = "Start the server again with the new draft."
 NAMED_FAULTS = 3  # the most that a refusal names
 # What safetensors calls them.
@@ -60,7 +62,7 @@ def read_new(path: str, served: DFlashConfig) -> dict[str, Tensor]:
             f"{shown(getattr(new, name))}, not {shown(getattr(served, name))}.",
             RESTART,
         )
-    named = list(stored_tensors(Path(new.path)))
+    named = [entry for file in weight_files(Path(new.path)) for entry in stored_tensors(file)]
     if new.mask_embedding:
         named.append((MASK, read_mask_embedding(new)))
     return check_new(named, new)
@@ -89,7 +91,7 @@ def check_new(named: Iterable[tuple[str, Tensor]], draft: DFlashConfig) -> dict[
             f"The new weights are not those of the served draft: {named_ones}.", ALL_OR_NOTHING
         )
     for name, tensor in tensors.items():
-        check_value(name, tensor, draft.family.marks, "the new weights")
+        check_value(name, tensor, draft.family.marks, "the new weights", CORRECT)
     if draft.vocabulary_map:
         check_map(draft, tensors["d2t"], tensors.get("t2d"))
     return tensors

@@ -161,16 +161,15 @@ def _header(file: Path) -> dict[str, tuple[str, Shape]]:
     return header
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and value of each tensor in a folder's files that is loaded, one at a time, on the CPU.
+def stored_tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    """Name and value of each tensor of a file that is loaded, one at a time, on the CPU.
 
     Raises `Refusal`.
     """
-    for file in weight_files(folder):
-        with _weights(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - no mapping
-                if not is_rope_table(name):
-                    yield name, weights.get_tensor(name)
+    with _weights(file, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - no mapping
+            if not is_rope_table(name):
+                yield name, weights.get_tensor(name)
 
 
 def check_values(folder: Path, marks: tuple[str, ...] = ()) -> None:
@@ -178,22 +177,23 @@ def check_values(folder: Path, marks: tuple[str, ...] = ()) -> None:
 
     marks: names of `Family.marks`. The headers have been read.
     """
-    for name, tensor in stored_tensors(folder):
-        check_value(name, tensor, marks, f"the folder {folder}")
+    for file in weight_files(folder):
+        for name, tensor in stored_tensors(file):
+            check_value(name, tensor, marks, f"the file {file}", FETCH_AGAIN)
 
 
-def check_value(name: str, tensor: Any, marks: tuple[str, ...], where: str) -> None:
+def check_value(name: str, tensor: Any, marks: tuple[str, ...], where: str, fix: str) -> None:
     """Raise `Refusal` for NaN or infinity in a tensor, or if it is a mark that is false."""
     import torch  # headers need none
 
     if name.removeprefix("model.") in marks and not tensor.all():
         raise Refusal(
-            f"The tensor {name} of {where} is false: it was saved before it was ready.", FETCH_AGAIN
+            f"The tensor {name} of {where} is false: it was saved before it was ready.", fix
         )
     # Few values at a time are copied, because the tensor may be large.
     for part in tensor.flatten().split(VALUES_AT_ONCE):
         if not torch.isfinite(part.float()).all():
-            raise Refusal(f"The tensor {name} of {where} holds NaN or infinity.", FETCH_AGAIN)
+            raise Refusal(f"The tensor {name} of {where} holds NaN or infinity.", fix)
 
 
 @contextlib.contextmanager

@@ -79,8 +79,23 @@ EVERYWHERE = (
     Hook(
         "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
         "AROUND",
-        "trainer.hooks:choose_model",
+        "trainer.hooks:choose_folder",
         "SGLang's call has one path, and no field that says whose weights are there",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+        "AROUND",
+        "trainer.hooks:keep_name",
+        "SGLang names the model by the path of the last weights, whosever they are",
+    ),
+    *(
+        Hook(
+            f"managers.tokenizer_control_mixin.TokenizerControlMixin.{name}",
+            "AROUND",
+            "trainer.hooks:choose_model",
+            "a field that one release has not, or a format that no draft can be checked by",
+        )
+        for name in ("update_weights_from_tensor", "update_weights_from_distributed")
     ),
     Hook(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"

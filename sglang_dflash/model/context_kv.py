@@ -46,21 +46,28 @@ class ContextKV:
             [pool.get_value_buffer(a.attn.layer_id) for a in attention],
         )
         self._one_rope = all(a.rotary_emb is first.rotary_emb for a in attention)
-        self.read_weights()
-
-    def read_weights(self) -> None:
-        """Stack the model's weights, which may have changed."""
-        self._norm = torch.stack([a.k_norm.weight for a in self._attention])  # [L, D]
-        projections = [a.qkv_proj for a in self._attention]
+        self._stacks: list[tuple[Tensor, list[Tensor]]] = []  # copies, and what they are of
+        self._norm = self._stacked([a.k_norm.weight for a in attention]).view(-1, first.head_dim)
+        projections = [a.qkv_proj for a in attention]
         stackable = all(isinstance(p.quant_method, UnquantizedLinearMethod) for p in projections)
         self._project = self._stack(projections) if stackable else self._project_each
+
+    def read_weights(self) -> None:
+        """Follow weights of the model that have changed in place."""
+        for stack, parts in self._stacks:
+            torch.cat(parts, out=stack)
+
+    def _stacked(self, parts: list[Tensor]) -> Tensor:
+        parts = [part.detach() for part in parts]
+        self._stacks.append((torch.cat(parts), parts))
+        return self._stacks[-1][0]
 
     def _stack(self, projections: list[Any]) -> Any:
         """One projection for all layers: [n, H] -> [n, L * 2 * kv]."""
         outputs = slice(self._attention[0].q_size, None)  # K, V of the fused QKV
-        weight = torch.cat([p.weight[outputs] for p in projections])
+        weight = self._stacked([p.weight[outputs] for p in projections])
         biases = [p.bias for p in projections]
-        bias = None if biases[0] is None else torch.cat([b[outputs] for b in biases])
+        bias = None if biases[0] is None else self._stacked([b[outputs] for b in biases])
         return lambda context: F.linear(context, weight, bias)
 
     def _project_each(self, context: Tensor) -> Tensor:

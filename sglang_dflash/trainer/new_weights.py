@@ -7,23 +7,28 @@ cache to be rid of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from sglang_dflash.checkpoint.new_weights import RESTART, check_new, read_new
 from sglang_dflash.errors import WRONG_WEIGHTS, Refusal
 from sglang_dflash.model.context_kv import ContextKV
 from sglang_dflash.model.draft import DFlashDraftModel
+from sglang_dflash.seam.patched import temporarily
 
 logger = logging.getLogger(__name__)
 
 DONE = "The draft has the new weights, the target keeps its own."
+PREFIX = "draft."  # of the draft's tensors among the target's, as `/weights_checker` has it
 SEND_AGAIN = "Send them again."
 
 Named = Iterable[tuple[str, Tensor]]
@@ -42,59 +47,63 @@ class NewWeights:
             self._take(lambda: read_new(path, self._draft.dflash))
         except Refusal as refusal:
             return False, str(refusal)
+        except WRONG_WEIGHTS as error:  # out of memory, in the middle
+            return False, f"{type(error).__name__}: {error}. The draft may be partly changed."
         return True, DONE
 
-    def out_of(
-        self, model: nn.Module, prefix: str, update: Callable[..., Answer], *args: Any
-    ) -> Answer:
-        """The answer of an update of SGLang's, `update(*args)`, which loads weights into a model.
+    def out_of(self, model: nn.Module, alone: bool, update: Callable[[], Answer]) -> Answer:
+        """The answer of an update of SGLang's, which loads weights into a model.
 
-        Those whose names begin with the prefix are taken out of them for the draft, before the
-        model gets the others. If they are refused, the model gets none.
+        The draft's are taken out of them before the model gets the others. If any rank refuses
+        them, the model gets none. So all ranks call this. alone: all are the draft's. Else those
+        whose names begin with `PREFIX` are.
         """
         load: Any = model.load_weights
         arrived = False
-        refused: Refusal | None = None
+        refused: str | None = None
 
         def divide(weights: Named) -> Any:
             nonlocal arrived, refused
-            arrived = True
             named = list(weights)
-            drafts = [(n.removeprefix(prefix), t) for n, t in named if n.startswith(prefix)]
-            try:
-                self._take(lambda: check_new(drafts, self._draft.dflash) if drafts else {})
-            except Refusal as refusal:
-                refused = refusal
-                raise
-            others = [(n, t) for n, t in named if not n.startswith(prefix)]
-            return load(others) if others or not drafts else None
-
-        model.load_weights = divide  # type: ignore[assignment]
-        try:
-            answer = update(*args)
-        except WRONG_WEIGHTS as error:
-            if not arrived:
-                self._hear_of(Refusal(f"{type(error).__name__}: {error}.", SEND_AGAIN))
+            of_draft = [alone or name.startswith(PREFIX) for name, _ in named]
+            own = [(n.removeprefix(PREFIX), t) for n, t in compress(named, of_draft)]
+            others = [entry for entry, ours in zip(named, of_draft, strict=True) if not ours]
+            arrived = True
             if refused is None:
+                try:
+                    self._take(lambda: check_new(own, self._draft.dflash) if own or alone else {})
+                except Refusal as refusal:
+                    refused = str(refusal)
+            return None if alone or refused is not None else load(others)
+
+        with temporarily(model, load_weights=divide):
+            try:
+                answer = update()
+            except WRONG_WEIGHTS as error:
+                if not arrived:  # the other ranks wait
+                    with contextlib.suppress(Refusal):
+                        self._hear_of((f"A rank has {type(error).__name__}: {error}.", SEND_AGAIN))
                 raise
-        finally:
-            del model.load_weights
-        return answer if refused is None else (False, str(refused))
+        if not arrived:
+            try:
+                self._hear_of(None)
+            except Refusal as refusal:
+                refused = str(refusal)
+        return answer if refused is None else (False, refused)
 
     def _take(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Take the weights that `read` returns, none or all. Raises the `Refusal` of any rank."""
         weights: Mapping[str, Tensor] = {}
-        refusal = None
+        why = None
         try:
             weights = read()
             if weights:
                 self._check_place(weights)
-        except Refusal as own:
-            refusal = own
+        except Refusal as refusal:
+            why = refusal.what, refusal.fix
         except WRONG_WEIGHTS as error:
-            why = f"The new weights cannot be read ({type(error).__name__}: {error})."
-            refusal = Refusal(why, SEND_AGAIN)
-        self._hear_of(refusal)
+            why = f"The new weights cannot be read ({type(error).__name__}: {error}).", SEND_AGAIN
+        self._hear_of(why)
         if weights:
             if next(self._draft.parameters()).is_cuda:
                 torch.cuda.synchronize()  # a forward on another stream may read the old ones
@@ -112,15 +121,18 @@ class NewWeights:
         shared = self._draft.unshared(weights)
         if shared is not None:
             raise Refusal(
-                f"The served draft had the target's {shared} when it started, so it shares the "
-                "target's. The new weights have others.",
-                RESTART,
+                f"The served draft had the target's {shared} when it started, so it reads the "
+                "target's. The new weights have another one.",
+                "If it is a new target's, send that first. Else start the server again.",
             )
 
-    def _hear_of(self, refusal: Refusal | None) -> None:
-        """Raise the first refusal of any rank. Every rank calls this once in an update."""
-        said: list[Refusal | None] = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(said, refusal, group=self._group)
+    def _hear_of(self, why: tuple[str, str] | None) -> None:
+        """Raise the first `Refusal` of any rank. Every rank calls this once in an update.
+
+        why: what this rank refuses, and the fix.
+        """
+        said: list[tuple[str, str] | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(said, why, group=self._group)
         for each in said:
             if each is not None:
-                raise each
+                raise Refusal(*each)

@@ -182,6 +182,30 @@ def test_a_part_of_a_draft_is_refused(
     assert after[1] > before[1] / 1.2
 
 
+def test_in_the_middle_of_an_answer(server: Client, drafts: Drafts) -> None:
+    """The engine is paused with requests in it. Only a flush of the cache is refused then."""
+    server.flush()
+    alone = server.generate(PROMPTS[0], max_new_tokens=120, ignore_eos=True)["output_ids"]
+    answers = server.stream(PROMPTS[0], max_new_tokens=120, ignore_eos=True)
+    next(answers)
+    assert server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    body: dict[str, Any] = {"selector": "draft", "flush_cache": False}
+    for folder in (drafts.bad, drafts.good):
+        updated = server.post("/update_weights_from_disk", body | {"model_path": str(folder)})
+        assert updated.status_code == 200, updated.text
+    texts = [serialised(list(named(drafts.bad).items())) for _ in range(drafts.ranks)]
+    with session(server):
+        flushing = {"serialized_named_tensors": texts, "selector": "draft"}
+        refused = server.post("/update_weights_from_tensor", flushing)
+    assert refused.status_code == 400
+    assert "flush" in refused.text.lower()
+    assert server.post("/continue_generation", {}).status_code == 200
+    *_, last = answers
+    assert last["output_ids"] == alone
+    server.flush()
+    assert by_folder(server, drafts, drafts.good).status_code == 200
+
+
 def test_whose_weights_a_folder_holds(server: Client, drafts: Drafts) -> None:
     body = {"model_path": str(drafts.good), "selector": "all"}
     refused = server.post("/update_weights_from_disk", body)

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": CORE | {"seam"},
     "targets": CORE | {"seam", "errors", "checkpoint", "settings"},
     "report": CORE | {"seam", "settings"},
-    "trainer": CORE | {"errors", "checkpoint", "settings"},
+    "trainer": CORE | {"errors", "checkpoint", "settings", "seam"},
     "streams": {"seam"},
     "cpu": {"seam", "targets", "checkpoint", "method"},
     "watch": {"errors"},

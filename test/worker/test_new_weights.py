@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.tools.launch import free_port
-from sglang_dflash.trainer.hooks import FOLDER, PREFIX
+from sglang_dflash.trainer.hooks import FOLDER
+from sglang_dflash.trainer.new_weights import PREFIX
 from test.checkpoints import HIDDEN, VOCAB, prompt
 from test.formats import CASES, CODES_FILE, MASK_FILE, Case, by_own_names, write
 from test.inprocess import InProcess
@@ -223,32 +224,50 @@ def test_the_targets_own_vocabulary(target: str, tmp_path: Path) -> None:
         assert send(engine, serialised(same))[0]
         done, message = send(engine, serialised(changed))
         assert not done
-        assert "shares" in message
+        assert "reads the target's" in message
 
 
-def on_rank(rank: int, target: str, old: str, new: str, texts: list[bytes], port: int) -> Any:
+def on_rank(rank: int, target: str, old: str, new: str, texts: list[Any], port: int) -> Any:
     with InProcess(target, old, tp_rank=rank, tp_size=2, nccl_port=port) as engine:
-        messages = [send(engine, text, ranks=2) for text in texts[rank : rank + 1]]
+        refused = [send(engine, text[rank], ranks=2) for text in texts]
         before = trace(engine, PROMPT, 20)
-        messages.append(read(engine, new))
-        return messages, before, trace(engine, PROMPT, 20)
+        taken = read(engine, new)
+        return refused, taken, before, trace(engine, PROMPT, 20)
 
 
 def test_two_ranks(target: str, tmp_path: Path) -> None:
-    """All ranks take new weights or none, also if one of them cannot read its own."""
+    """All ranks take new weights or none, also if only one of them refuses or cannot read them."""
     config, weights, _ = CASES["DeepSpec larger vocabulary"]()
     old = write(tmp_path / "old", config, others(weights))
     new = write(tmp_path / "new", config, weights)
     right = {PREFIX + k: w for k, w in weights.items()}
     wrong = right | {f"{PREFIX}norm.weight": torch.ones(2)}
-    texts = [serialised(right), serialised(wrong)]
+    texts = [(serialised(right), serialised(wrong)), (serialised(right), b"no pickle")]
     results = on_two_ranks(on_rank, target, str(old), str(new), texts, free_port())
     drafts = []
     for path in (old, new):
         with InProcess(target, str(path)) as engine:
             drafts.append(trace(engine, PROMPT, 20))
-    for (refused, taken), before, after in results:
-        assert not refused[0]
-        assert "norm.weight has shape" in refused[1]
+    for refused, taken, before, after in results:
+        assert not any(done for done, _ in refused)
+        assert "norm.weight has shape" in refused[0][1]
+        assert "UnpicklingError" in refused[1][1]
         assert taken[0], taken[1]
         assert [before, after] == drafts
+
+
+def test_a_request_that_runs(target: str, tmp_path: Path) -> None:
+    """Its answer is the target's, with the old draft, the new one, and context KV of both."""
+    config, weights, _ = CASES["zlab"]()
+    old = write(tmp_path / "old", config, others(weights))
+    with InProcess(target, str(old)) as engine:
+        alone = engine.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+        req = engine.add(PROMPT, max_new_tokens=40, ignore_eos=True)
+        for _ in range(8):
+            engine.step()
+        assert not req.finished()
+        text = serialised({PREFIX + k: w for k, w in weights.items()})
+        request = UpdateWeightsFromTensorReqInput([text], flush_cache=False)
+        assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
+        engine.run(req)
+        assert list(req.output_ids_through_stop) == alone

@@ -95,7 +95,7 @@ def build_worker(
     draft = draft_worker.model_runner
     drafter = Drafter(draft, slots.table, window, options.block_size, kernels, clock)
     context_kv = ContextKV(draft.model, draft.token_to_kv_pool, kernels, platform.queues_work)
-    target_worker.dflash_new_weights = NewWeights(draft.model, context_kv)
+    target.dflash_new_weights = NewWeights(draft.model, context_kv)
     rules = RequestedRules()
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(noise, rules, kernels)

@@ -99,17 +99,14 @@ DFLASH_HOOKS = (
         "engine.v0_5_13.hooks:before_new_weights",
         "SGLang captures graphs anew with the attention backend of the last verify width",
     ),
-    Hook(
-        "managers.tp_worker.BaseTpWorker.update_weights_from_tensor",
-        "AROUND",
-        "trainer.hooks:divide",
-        "SGLang gives all tensors to one model, and they have no sign whose they are",
-    ),
-    Hook(
-        "managers.tp_worker.BaseTpWorker.update_weights_from_distributed",
-        "AROUND",
-        "trainer.hooks:divide",
-        "SGLang gives these to the target alone",
+    *(
+        Hook(
+            f"managers.tp_worker.BaseTpWorker.{name}",
+            "AROUND",
+            "trainer.hooks:divide",
+            "SGLang gives all tensors to one model",
+        )
+        for name in ("update_weights_from_tensor", "update_weights_from_distributed")
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

@@ -137,6 +137,21 @@ DFLASH_HOOKS = (
         "SGLang gives a draft the target's tensors, or a part of its own",
     ),
     Hook(
+        "managers.tp_worker.BaseTpWorker.deserialize_own_rank",
+        "AROUND",
+        "engine.v0_5_23.weights:read_own",
+        "a rank that cannot read its tensors leaves the call, and the others would wait for it",
+    ),
+    *(
+        Hook(
+            f"model_executor.model_runner_components.weight_updater.WeightUpdater.{name}",
+            "AROUND",
+            "trainer.hooks:divide",
+            "SGLang gives all tensors to one model, and skips a name that this has not",
+        )
+        for name in ("update_weights_from_tensor", "load_weights_from_distributed")
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "AFTER",
         "engine.v0_5_23.report:by_position",

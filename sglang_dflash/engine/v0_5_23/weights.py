@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from sglang_dflash.errors import WRONG_WEIGHTS
 from sglang_dflash.trainer.new_weights import Answer, NewWeights
 
 
 class DraftRunner:
     """What SGLang asks of a model's runner when it updates weights, for the draft.
 
-    SGLang's own updater would load a part of a draft, too, and in place of what is derived from it.
+    SGLang's own updater of the draft takes the tensors apart, and loads nothing.
     """
 
     def __init__(self, runner: Any, new_weights: NewWeights) -> None:
@@ -27,25 +29,44 @@ class DraftRunner:
     def end_weight_update(self, *, run_post_load: bool) -> None:
         """Nothing is packed."""
 
-    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None) -> Answer:
-        if load_format not in (None, "flattened_bucket"):
-            return False, f"load_format {load_format} cannot check a draft. Leave it out."
-        update = self._runner.weight_updater.update_weights_from_tensor
-        return self._load(update, named_tensors, load_format)
+    def update_weights_from_tensor(self, **given: Any) -> Answer:
+        return self._load(partial(self._runner.weight_updater.update_weights_from_tensor, **given))
 
-    def load_weights_from_distributed(self, named_tensors: Any) -> Answer:
-        return self._load(self._runner.weight_updater.load_weights_from_distributed, named_tensors)
+    def load_weights_from_distributed(self, weights: Any) -> Answer:
+        update = self._runner.weight_updater.load_weights_from_distributed
+        return self._load(partial(update, weights))
 
-    def _load(self, update: Callable[..., Answer], *args: Any) -> Answer:
-        return self._new_weights.out_of(self._runner.model, "", update, *args)
+    def _load(self, update: Callable[[], Answer]) -> Answer:
+        return self._new_weights.out_of(self._runner.model, True, update)
+
+
+class Unreadable:
+    """Tensors that this rank cannot read. The others would wait for it if it said so at once."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> Any:
+        raise self._error
+
+    def __getitem__(self, _: Any) -> Any:
+        raise self._error
+
+
+def read_own(original: Callable[..., Any], worker: Any, serialised: Any) -> Any:
+    """AROUND `BaseTpWorker.deserialize_own_rank`: an error comes where the tensors are loaded."""
+    try:
+        return original(worker, serialised)
+    except WRONG_WEIGHTS as error:
+        return Unreadable(error)
 
 
 def select_runners(original: Callable[..., Any], updater: Any, selector: str = "all") -> Any:
     """AROUND `SchedulerWeightUpdaterManager._select_runners`: the draft's, if only it is wanted.
 
-    `all`, which is SGLang's default, is the target: the two have no tensor in common.
+    `all`, which is SGLang's default, is the target: a draft's tensors are not among its own.
     """
     if selector != "draft":
         return original(updater, selector)
-    runner = updater.draft_worker.draft_model_runner
-    return [("draft", DraftRunner(runner, updater.tp_worker.dflash_new_weights))]
+    new_weights = updater.tp_worker.model_runner.dflash_new_weights
+    return [("draft", DraftRunner(updater.draft_worker.draft_model_runner, new_weights))]

@@ -83,7 +83,7 @@ class DFlashWorker(DFlashWorkerV2):
         pool = self.draft_model_runner.token_to_kv_pool
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
-        self._target_worker.dflash_new_weights = NewWeights(self.draft_model, self._context_kv)
+        runner.dflash_new_weights = NewWeights(self.draft_model, self._context_kv)
 
     def forward_batch_generation(
         self,
