@@ -43,7 +43,7 @@ from training.shapes import DRAFT_CONFIG
 from training.target import load_frozen, loss_of_rows
 
 TARGET_RATE, DRAFT_RATE = 1e-3, 1e-3
-BATCH, ANCHORS = 16, 18  # answers of a step, blocks of each
+BATCH, ANCHORS = 8, 12  # answers of a step, blocks of each
 AT_ONCE = 8  # requests
 NEW_TOKENS = 128
 MEASURED = 16  # held-out prompts
@@ -84,8 +84,7 @@ def train(work: Path, target: Path, features: Path, steps: int, device: str) -> 
     run = Run(draft.to(device), DRAFT_RATE, steps, work / "draft.pt")
     rng = random.Random(72 + run.done)
     model = load_frozen(target, device)
-    compiled = shutil.which("g++") is not None
-    fit(draft, run, model, lambda r: r.choices(answers, k=BATCH), rng, device, compiled, ANCHORS)
+    fit(draft, run, model, lambda r: r.choices(answers, k=BATCH), rng, device, False, ANCHORS)
     return write_draft(draft, work / "draft")
 
 
