@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 from sglang_dflash.tiny import DRAFT, TARGET
+from sglang_dflash.trainer.hooks import FOLDER
 from test.gpu.conftest import (
     ON_GPU,
     Margins,
@@ -58,6 +59,22 @@ def test_new_weights_from_disk(other: Path, backend: str) -> None:
         load(run, TARGET)
         assert together(run, ids) == before
     assert before != expected
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+def test_new_weights_of_the_draft(tmp_path: Path, backend: str) -> None:
+    """Graphs run a draft that is worse, and then its own weights again."""
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    worse = {name: w.flip(0) for name, w in load_file(DRAFT / "model.safetensors").items()}
+    save_file(worse, tmp_path / "model.safetensors")
+    with engine(attention_backend=backend) as run:
+        steps = []
+        for folder in (DRAFT, tmp_path, DRAFT):
+            request = UpdateWeightFromDiskReqInput("", manifest={FOLDER: str(folder)})
+            done = run.scheduler.weight_updater.update_weights_from_disk(request)
+            assert done.success, done.message
+            steps.append(sum(req.spec_verify_ct for req in ask(run, prompts(4))))
+    assert steps[0] == steps[2] < steps[1] / 1.5
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from transformers import AutoModelForCausalLM
 
-from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
-from test.checkpoints import prompt
+from sglang_dflash.settings.options import DRAFT_AHEAD, FEATURES, VERIFY_WIDTH
+from sglang_dflash.trainer.hooks import FOLDER
+from test.checkpoints import prompt, write_draft
 from test.cuts import verify_parts
+from test.features import WANTED, check, read
 from test.precision import HIDDEN_STATE_BOUND
 from test.rehearsal.device.memory import Recording
 from test.rehearsal.mutation import Change, mutate
@@ -24,8 +28,10 @@ from test.rehearsal.serving import (
     assert_drafts,
     assert_exact,
     engine,
+    recorded,
     serve,
     served,
+    small_draft,
 )
 
 pytestmark = pytest.mark.ci
@@ -126,12 +132,45 @@ def test_hidden_states_left_in_the_graphs_memory(
         same_states(small)
 
 
+def test_new_weights_in_the_graphs_memory(small: Path, tmp_path: Path) -> None:
+    """Graphs that were captured with a draft's old weights run the new ones."""
+    config, weights = small_draft()
+    new = write_draft(tmp_path / "new", config, weights)
+    write_draft(tmp_path / "draft", config, {name: w.flip(0) for name, w in weights.items()})
+    (tmp_path / "target").symlink_to(small / "target")
+    asked = answer(small, {"one": Asked(prompt(986, 12), N), "two": Asked(prompt(987, 30), N)})
+    with engine(tmp_path, "fa3") as run:
+        request = UpdateWeightFromDiskReqInput("", manifest={FOLDER: str(new)})
+        done = run.scheduler.weight_updater.update_weights_from_disk(request)
+        assert done.success, done.message
+        drafts = recorded(run)
+        reqs = serve(run, asked)
+    assert_exact(reqs, asked)
+    assert_drafts(small, reqs, drafts)
+
+
+def test_features_out_of_graphs(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are taken before the draft's graph writes to memory that both graphs share."""
+    monkeypatch.setenv(FEATURES, str(tmp_path))
+    asked = answer(small, {"one": Asked(prompt(988, 12), N)})
+    asked["one"].options = N | WANTED
+    with engine(small, "fa3") as run:
+        reqs = serve(run, asked)
+    assert_exact(reqs, asked)
+    req = reqs["one"]
+    model = AutoModelForCausalLM.from_pretrained(small / "target").float().eval()
+    ids, output = list(req.origin_input_ids), list(req.output_ids)
+    check(model, read(tmp_path, req.rid), ids, output, layers=(1, 2))
+
+
 def test_context_kv_comes_before_the_next_draft(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation: the next draft replays first, and overwrites the states for the context KV."""
     asked = answer(small, {"one": Asked(prompt(985, 12), N)})
-    context = "self._write_context(verified, batch.req_pool_indices)"
+    context = "self._write_context(verified, batch)"
     draft = "following = self.next_draft.after_verify(batch, verified, copy)"
     decode = "step.worker:DFlashWorker.launch"
     mutate(monkeypatch, decode, f"{context}\n    {draft}", f"{draft}\n    {context}")

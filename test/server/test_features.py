@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from openai import OpenAI
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.tiny import TARGET
 from sglang_dflash.tiny.prompts import held_out
+from test.features import WANTED, check, read
 from test.releases import RANKS
 from test.servers import Client, chat, running
 from training.shapes import DRAFT_CONFIG
 
-WANTED = {"custom_params": {"features": True}}
 PROMPTS = [chat(each.prompt) for each in held_out("word", 4, seed=9)]
 
 
@@ -36,29 +34,14 @@ def writer(folder: Path) -> Iterator[Client]:
         yield server
 
 
-def stored(folder: Path, rid: str) -> dict[str, torch.Tensor]:
-    """The features of a request, which a thread writes behind its answer."""
-    file = folder / f"{rid}.safetensors"
-    for _ in range(200):
-        if file.exists():
-            break
-        time.sleep(0.05)
-    found: dict[str, torch.Tensor] = load_file(file)
-    return found
-
-
-def check(features: dict[str, torch.Tensor], prompt_tokens: int, tokens: int) -> None:
-    """All tokens of prompt and answer but the last are there, with the target's own states."""
-    ids, states, mask = (features[name] for name in ("token_ids", "hidden_states", "loss_mask"))
-    assert prompt_tokens + tokens - 1 <= len(ids) <= prompt_tokens + tokens
-    assert mask.tolist() == [False] * prompt_tokens + [True] * (len(ids) - prompt_tokens)
-    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    with torch.no_grad():
-        layers = target(ids[None], output_hidden_states=True).hidden_states
-        last = target.model.norm(states[:, -1])
-    wanted = [layers[layer + 1][0] for layer in DRAFT_CONFIG["dflash_config"]["target_layer_ids"]]
-    torch.testing.assert_close(states[:, :-1], torch.stack(wanted, dim=1), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(last, layers[-1][0], atol=1e-3, rtol=1e-3)
+def check_tokens(folder: Path, rid: str, prompt: int, answer: int) -> None:
+    """Of a request with so many tokens in its prompt and its answer."""
+    found = read(folder, rid)
+    ids = found["input_ids"].tolist()
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    layers = [layer + 1 for layer in DRAFT_CONFIG["dflash_config"]["target_layer_ids"]]
+    ids += [0] * (prompt + answer - len(ids))  # the last one, whose states are not there
+    check(model, found, ids[:prompt], ids[prompt:], layers=layers)
 
 
 def test_features_of_answers(writer: Client, folder: Path) -> None:
@@ -71,7 +54,7 @@ def test_features_of_answers(writer: Client, folder: Path) -> None:
     for each in asked:
         meta = each.result()["meta_info"]
         assert meta["cached_tokens"] == 0
-        check(stored(folder, meta["id"]), meta["prompt_tokens"], meta["completion_tokens"])
+        check_tokens(folder, meta["id"], meta["prompt_tokens"], meta["completion_tokens"])
     assert len(list(folder.iterdir())) == len(asked)
     writer.flush()
 
@@ -87,7 +70,7 @@ def test_features_of_a_chat(writer: Client, folder: Path) -> None:
     )
     assert answer.usage is not None
     usage = answer.usage
-    check(stored(folder, answer.id), usage.prompt_tokens, usage.completion_tokens)
+    check_tokens(folder, answer.id, usage.prompt_tokens, usage.completion_tokens)
 
 
 def test_requests_that_cannot_have_them(writer: Client) -> None:

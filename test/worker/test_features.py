@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.settings.options import FEATURES, FEATURES_FORM, FORMS
-from sglang_dflash.trainer.features import ASK
-from sglang_dflash.trainer.features import FORMS as WRITERS
 from test.checkpoints import HIDDEN, draft_config, draft_weights, prompt, write_draft
+from test.features import WANTED, check, read
 from test.inprocess import InProcess
-
-WANTED: dict[str, Any] = {"custom_params": {ASK: True}}
 
 
 @pytest.fixture
@@ -28,49 +20,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     monkeypatch.setenv(FEATURES, str(path))
     return path
-
-
-def read(folder: Path, rid: str, form: str = FORMS[0]) -> dict[str, Tensor]:
-    """The features of a request, with the names of SpecForge, which has a key for each part."""
-    file = folder / f"{rid}{WRITERS[form][1]}"
-    for _ in range(100):  # another thread writes it
-        if file.exists():
-            break
-        time.sleep(0.05)
-    if form == "specforge":
-        found: dict[str, Tensor] = torch.load(file, weights_only=True)
-        return found
-    stored = load_file(file)
-    states = stored["hidden_states"]
-    return {
-        "input_ids": stored["token_ids"],
-        "loss_mask": stored["loss_mask"].long(),
-        "hidden_states": states[:, :-1].flatten(1),
-        "target_last_hidden_states": states[:, -1],
-    }
-
-
-def check(
-    model: Qwen3ForCausalLM,
-    found: dict[str, Tensor],
-    ids: list[int],
-    output: list[int],
-    form: str,
-    layers: tuple[int, ...] = (1, 3),
-) -> None:
-    """layers: as Transformers counts them."""
-    count = len(found["input_ids"])
-    assert len(ids) + len(output) - 1 <= count <= len(ids) + len(output)
-    assert found["input_ids"].tolist() == (ids + output)[:count]
-    assert found["loss_mask"].tolist() == ([0] * len(ids) + [1] * len(output))[:count]
-    with torch.no_grad():
-        of_layers = model(torch.tensor([ids + output]), output_hidden_states=True).hidden_states
-    expected = torch.cat([of_layers[layer][0, :count] for layer in layers], dim=1)
-    torch.testing.assert_close(found["hidden_states"], expected, atol=2e-4, rtol=2e-4)
-    last = found["target_last_hidden_states"]
-    if form == "speculators":  # which norms it
-        last = model.model.norm(last)
-    torch.testing.assert_close(last, of_layers[-1][0, :count], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
