@@ -16,7 +16,7 @@ WITHOUT_DFLASH = "Serve it without --speculative-algorithm DFLASH."  # a fix of 
 WRONG_WEIGHTS = (
     *(AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError),
     # They may be pickled, or in memory that another process shares.
-    *(OSError, ProcessError, pickle.UnpicklingError),
+    *(OSError, ImportError, ProcessError, pickle.UnpicklingError),
 )
 LONGEST = 2000  # characters of half a paragraph; a checkpoint's own text may be any length
 

@@ -85,11 +85,12 @@ def train(work: Path, target: Path, features: Path, steps: int, device: str) -> 
     rng = random.Random(72 + run.done)
     model = load_frozen(target, device)
     fit(draft, run, model, lambda r: r.choices(answers, k=BATCH), rng, device, False, ANCHORS)
+    run.path.unlink()  # the next run follows the next target
     return write_draft(draft, work / "draft")
 
 
 def read_features(folder: Path) -> list[Answer]:
-    """The answers whose features a server has written, in either form. They begin at the mask."""
+    """The answers whose features a server has written, in either form."""
     found = []
     for file in sorted(folder.iterdir()):
         if file.suffix == ".safetensors":
@@ -100,8 +101,9 @@ def read_features(folder: Path) -> list[Answer]:
             ids, states = stored["input_ids"], stored["hidden_states"]
         else:
             continue
-        first = int(stored["loss_mask"].long().argmax())
-        if len(ids) - first >= SHORTEST_ANSWER:
+        learned = int(stored["loss_mask"].sum())
+        if learned >= SHORTEST_ANSWER:
+            first = len(ids) - learned
             found.append(Answer(ids, states.to(torch.bfloat16), first))
     if not found:
         raise SystemExit(f"The folder {folder} holds no features of answers.")
@@ -132,8 +134,9 @@ class Running:
         drawn = (data.word_problem(rng).prompt for _ in iter(int, 1))
         prompts = islice((each for each in drawn if not data.is_held_out(each)), count)
         asked = self.ask_all(list(prompts), custom_params={"features": True})
+        rids = [info["id"] for info in asked if info["completion_tokens"] > SHORTEST_ANSWER]
         waited = time.monotonic() + 60
-        while any(not list(folder.glob(f"{info['id']}.*")) for info in asked):
+        while any(not list(folder.glob(f"{rid}.*")) for rid in rids):
             if time.monotonic() > waited:
                 raise SystemExit(f"The server has not written all features to {folder}.")
             time.sleep(0.1)

@@ -91,7 +91,7 @@ def check_new(named: Iterable[tuple[str, Tensor]], draft: DFlashConfig) -> dict[
             f"The new weights are not those of the served draft: {named_ones}.", ALL_OR_NOTHING
         )
     for name, tensor in tensors.items():
-        check_value(name, tensor, draft.family.marks, "the new weights", CORRECT)
+        check_value(name, tensor, draft.family.marks, "The new weights hold", CORRECT)
     if draft.vocabulary_map:
         check_map(draft, tensors["d2t"], tensors.get("t2d"))
     return tensors

@@ -179,21 +179,22 @@ def check_values(folder: Path, marks: tuple[str, ...] = ()) -> None:
     """
     for file in weight_files(folder):
         for name, tensor in stored_tensors(file):
-            check_value(name, tensor, marks, f"the file {file}", FETCH_AGAIN)
+            check_value(name, tensor, marks, f"The file {file} holds", FETCH_AGAIN)
 
 
-def check_value(name: str, tensor: Any, marks: tuple[str, ...], where: str, fix: str) -> None:
-    """Raise `Refusal` for NaN or infinity in a tensor, or if it is a mark that is false."""
+def check_value(name: str, tensor: Any, marks: tuple[str, ...], holder: str, fix: str) -> None:
+    """Raise `Refusal` for NaN or infinity in a tensor, or if it is a mark that is false.
+
+    holder: how the sentence begins, such as "The file ... holds".
+    """
     import torch  # headers need none
 
     if name.removeprefix("model.") in marks and not tensor.all():
-        raise Refusal(
-            f"The tensor {name} of {where} is false: it was saved before it was ready.", fix
-        )
+        raise Refusal(f"{holder} {name} = false: it was saved before it was ready.", fix)
     # Few values at a time are copied, because the tensor may be large.
     for part in tensor.flatten().split(VALUES_AT_ONCE):
         if not torch.isfinite(part.float()).all():
-            raise Refusal(f"The tensor {name} of {where} holds NaN or infinity.", fix)
+            raise Refusal(f"{holder} NaN or infinity in {name}.", fix)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ an accepted draft: the target never reads it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,11 @@ from sglang_dflash.settings.options import Features
 logger = logging.getLogger(__name__)
 
 ASK = "features"  # a key of `custom_params`
-FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a request's id
+FILE_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)  # of a request's id
 WAITING = 16  # requests whose files are not written yet, at most
+NOT_WRITTEN = "The features of request %s are not written: %s"
+PATIENCE = 30  # seconds for the oldest of them
+_asked = itertools.count()  # all ranks see the same requests in the same order
 
 
 class Taken:
@@ -42,8 +46,8 @@ class Taken:
 
     def joined(self, tokens: int) -> Tensor | None:
         """[T, C] of all tokens, or all but the last. None: others are missing."""
-        ends = [start + len(part) for start, part in self.parts]
-        count = min(tokens, max(ends, default=0))
+        ends = [0, *(start + len(part) for start, part in self.parts)]
+        count = min(tokens, ends[-1])  # the last part is the newest, if a retraction cut others off
         if count < max(1, tokens - 1):
             return None
         states = self.parts[0][1].new_empty(max(ends), self.parts[0][1].shape[1])
@@ -59,16 +63,20 @@ def ask(req: Req, features: Features | None) -> str | None:
     params = req.sampling_params.custom_params
     if not isinstance(params, dict) or not params.get(ASK):
         return None
+    if req.sampling_params.max_new_tokens == 0:  # SGLang asks so before `n` answers to a prompt
+        return None
     if features is None:
         return "This server writes no features. Start it with --speculative-dflash-features."
     if not FILE_NAME.fullmatch(req.rid):
         return (
-            "The file of features has the name rid, so that may have letters, digits, - _ . only."
+            "Features are in a file of the name rid: up to 200 letters, digits, '-', '_' and '.'."
         )
-    if req.session is not None or req.multimodal_inputs or req.input_embeds is not None:
-        return "Features are written of token ids alone: without session, images or input_embeds."
+    embedded = (req.input_embeds, getattr(req, "positional_embed_overrides", None))
+    if req.session is not None or any(each is not None for each in embedded):
+        return "Features are written of token ids alone, without sessions and embeddings."
     req.dflash_features = Taken()
-    req.extra_key = f"{req.extra_key or ''} {req.rid}"  # no other request has this key in the cache
+    # No other request has this key in the cache, not even one with the same id.
+    req.extra_key = f"{req.extra_key or ''} {req.rid} {next(_asked)}"
     return None
 
 
@@ -80,7 +88,8 @@ class FeatureFiles:
         self._folder = features.folder
         self._num_features = num_features
         self._form, self._suffix = FORMS[features.form]
-        self._gain = gain_of_final_norm(model).cpu()
+        self._model = model
+        self._size = len(gain_of_final_norm(model))
         self._thread = ThreadPoolExecutor(1)
         self._room = BoundedSemaphore(WAITING)
 
@@ -91,37 +100,43 @@ class FeatureFiles:
         asked = [i for i, req in enumerate(reqs) if hasattr(req, "dflash_features")]
         if not asked:
             return
-        size = len(self._gain)
+        size = self._size
         first, number = starts.tolist(), counts.tolist()
         for i in asked:
             rows = states[first[i] : first[i] + number[i]]
-            part = torch.cat([rows[:, : self._num_features * size], rows[:, -size:]], dim=1)
+            part = rows[:, : self._num_features * size].cpu(), rows[:, -size:].cpu()
             taken: Taken = reqs[i].dflash_features
-            taken.parts.append((int(positions[first[i]]), part.cpu()))
+            taken.parts.append((int(positions[first[i]]), torch.cat(part, dim=1)))
             taken.write = self._write_later
 
     def _write_later(self, req: Req) -> None:
         """Queue the file of a request that is finished."""
         ids = [*req.origin_input_ids, *req.output_ids_through_stop]
-        states = req.dflash_features.joined(len(ids))
-        if states is None:
-            logger.error("The features of request %s have holes, so none are written.", req.rid)
-            return
-        self._room.acquire()
-        self._thread.submit(self._write, req.rid, ids, len(req.origin_input_ids), states)
-
-    def _write(self, rid: str, ids: list[int], prompt: int, states: Tensor) -> None:
         try:
-            count, size = len(states), len(self._gain)
-            tokens = torch.tensor(ids[:count])
-            mask = torch.arange(count) >= prompt
-            features = states.view(count, -1, size)
-            file = self._folder / f"{rid}{self._suffix}"
-            unfinished = file.with_name(f".{file.name}")
-            self._form(unfinished, tokens, mask, features, self._gain)
+            if req.multimodal_inputs is not None:
+                raise Refusal("It has images,", "whose places have no token ids.")
+            gain = gain_of_final_norm(self._model).cpu()  # now: the target may get new weights
+            if not self._room.acquire(timeout=PATIENCE):
+                raise Refusal("The folder takes no files.", "Other requests wait for it.")
+        except Refusal as why:
+            logger.error(NOT_WRITTEN, req.rid, why)
+            return
+        prompt = len(req.origin_input_ids)
+        self._thread.submit(self._write, req.rid, req.dflash_features, ids, prompt, gain)
+
+    def _write(self, rid: str, taken: Taken, ids: list[int], prompt: int, gain: Tensor) -> None:
+        file = self._folder / f"{rid}{self._suffix}"
+        unfinished = file.with_name(f".{file.name}.part")
+        try:
+            states = taken.joined(len(ids))
+            if states is None:
+                raise Refusal("States are missing.", "Please report it.")
+            tokens, mask = torch.tensor(ids[: len(states)]), torch.arange(len(states)) >= prompt
+            self._form(unfinished, tokens, mask, states.view(len(states), -1, self._size), gain)
             unfinished.replace(file)
-        except OSError as error:
-            logger.error("The features of request %s are not written: %s.", rid, error)
+        except Exception as why:  # noqa: BLE001, a full disk has many
+            logger.error(NOT_WRITTEN, rid, why)
+            unfinished.unlink(missing_ok=True)
         finally:
             self._room.release()
 
@@ -153,10 +168,11 @@ def gain_of_final_norm(model: nn.Module) -> Tensor:
 def write_speculators(
     file: Path, tokens: Tensor, mask: Tensor, features: Tensor, gain: Tensor
 ) -> None:
-    """What speculators trains on (`train/data.py`), and the loss mask beside it.
+    """A sample of speculators (`train/data.py`), and the loss mask beside it.
 
-    features: [T, K + 1, H], the last after the final norm. Speculators norms this one itself, so it
-    gets it without the norm's factors, and of the size 1.
+    Speculators looks for sample i in a file hs_i, so such is the `rid` to ask with. features: [T,
+    K + 1, H], the last after the final norm. Speculators norms this one itself, so it gets it
+    without the norm's factors, and of the size 1.
     """
     last = torch.where(gain == 0, 0.0, features[:, -1].float() / gain)
     states = torch.cat([features[:, :-1], last.to(features.dtype)[:, None]], dim=1)
@@ -166,10 +182,13 @@ def write_speculators(
 def write_specforge(
     file: Path, tokens: Tensor, mask: Tensor, features: Tensor, gain: Tensor
 ) -> None:
-    """What SpecForge trains on offline (`algorithms/common/dflash_family_data.py`).
+    """A sample of SpecForge's offline training (`algorithms/common/dflash_family_data.py`).
 
-    features: as above. SpecForge takes the last one as the LM head reads it.
+    features: as above. SpecForge takes the last one as the LM head reads it. It ends at a sample
+    without two tokens to learn in a row. Raises `Refusal`.
     """
+    if mask.sum() < 2:
+        raise Refusal("The answer is too short.", "SpecForge needs two tokens of it.")
     parts: Mapping[str, Tensor] = {
         "input_ids": tokens,
         "loss_mask": mask.long(),

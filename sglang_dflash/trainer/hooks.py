@@ -55,7 +55,7 @@ async def choose_folder(
             raise Refusal(
                 f"load_format is {shown(obj.load_format)}.", "A draft is read from safetensors."
             )
-        obj.manifest = {FOLDER: obj.model_path}
+        obj.manifest, obj.load_format = {FOLDER: obj.model_path}, None
     return await original(manager, obj, request)
 
 

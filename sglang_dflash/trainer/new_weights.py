@@ -86,7 +86,7 @@ class NewWeights:
                 raise
         if not arrived:
             try:
-                self._hear_of(None)
+                self._hear_of(None if answer[0] else (answer[1], SEND_AGAIN))
             except Refusal as refusal:
                 refused = str(refusal)
         return answer if refused is None else (False, refused)

@@ -321,7 +321,7 @@ def test_a_mark_that_is_false(tmp_path: Path, prefix: str) -> None:
     tensors.check_values(path, marks)
     weights[f"{prefix}transfer_ready"] = torch.tensor(False)
     formats.write(path, config, weights)
-    with pytest.raises(Refusal, match=r"transfer_ready of .* is false") as caught:
+    with pytest.raises(Refusal, match="transfer_ready = false") as caught:
         tensors.check_values(path, marks)
     assert whole_sentences(caught.value)
 

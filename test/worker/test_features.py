@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from transformers import Qwen3ForCausalLM
 
 from sglang_dflash.settings.options import FEATURES, FEATURES_FORM, FORMS
@@ -39,7 +42,7 @@ def test_features_of_requests(
     ids = prompt(91, 70)
     with InProcess(target, draft, page_size=page, chunked_prefill_size=chunk) as engine:
         plain = engine.generate(ids, max_new_tokens=40, ignore_eos=True)
-        asked = [engine.add(ids[:n], max_new_tokens=m, **WANTED) for n, m in ((70, 40), (35, 1))]
+        asked = [engine.add(ids[:n], max_new_tokens=m, **WANTED) for n, m in ((70, 40), (35, 4))]
         other = engine.add(ids, max_new_tokens=40, ignore_eos=True)
         engine.run(*asked, other)
         assert list(other.output_ids) == plain
@@ -49,6 +52,42 @@ def test_features_of_requests(
             output = list(req.output_ids_through_stop)
             check(model, read(folder, req.rid, form), list(req.origin_input_ids), output, form)
         assert len(list(folder.iterdir())) == len(asked)
+
+
+def test_an_id_that_comes_again(
+    target: str, draft: str, model: Qwen3ForCausalLM, folder: Path
+) -> None:
+    """It gets features of its own, of weights that the target has by then."""
+    ids = prompt(97, 30)
+    with InProcess(target, draft) as engine:
+        first = engine.add(ids, max_new_tokens=9, rid="twice", **WANTED)
+        engine.run(first)
+        check(model, read(folder, "twice"), ids, list(first.output_ids_through_stop))
+        (folder / "twice.safetensors").unlink()
+        changed = 2 + model.model.norm.weight.detach().flip(0)
+        loaded = [("model.norm.weight", changed)]
+        request = UpdateWeightsFromTensorReqInput([pickle.dumps(loaded)], flush_cache=False)
+        assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
+        again = engine.add(ids, max_new_tokens=9, rid="twice", **WANTED)
+        engine.run(again)
+    other = copy.deepcopy(model)
+    other.model.norm.weight.data.copy_(changed)
+    check(other, read(folder, "twice"), ids, list(again.output_ids_through_stop))
+
+
+def test_a_folder_that_takes_no_file(
+    target: str, draft: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The answer comes, and the log says so."""
+    with InProcess(target, draft) as engine:
+        (folder / ".full.safetensors.part").mkdir()
+        req = engine.add(prompt(98, 20), max_new_tokens=9, rid="full", **WANTED)
+        engine.run(req)
+        done = engine.add(prompt(98, 20), max_new_tokens=9, **WANTED)
+        engine.run(done)
+        assert len(read(folder, done.rid)["input_ids"]) > 20
+        assert req.finished_reason.to_json()["type"] == "length"
+    assert "features of request full are not written" in capfd.readouterr().err
 
 
 def test_the_last_layer_is_a_feature(

@@ -136,11 +136,18 @@ DFLASH_HOOKS = (
         "engine.v0_5_23.weights:select_runners",
         "SGLang gives a draft the target's tensors, or a part of its own",
     ),
-    Hook(
-        "managers.tp_worker.BaseTpWorker.deserialize_own_rank",
-        "AROUND",
-        "engine.v0_5_23.weights:read_own",
-        "a rank that cannot read its tensors leaves the call, and the others would wait for it",
+    *(
+        Hook(
+            name,
+            "AROUND",
+            "engine.v0_5_23.weights:read_own",
+            "a rank that cannot read its tensors leaves the call, and the others would wait for it",
+        )
+        for name in (
+            "managers.tp_worker.BaseTpWorker.deserialize_own_rank",
+            "model_executor.model_runner_components.weight_updater.WeightUpdater"
+            ".receive_weights_from_distributed",
+        )
     ),
     *(
         Hook(

@@ -53,10 +53,10 @@ class Unreadable:
         raise self._error
 
 
-def read_own(original: Callable[..., Any], worker: Any, serialised: Any) -> Any:
-    """AROUND `BaseTpWorker.deserialize_own_rank`: an error comes where the tensors are loaded."""
+def read_own(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND what gives this rank its tensors: an error comes where they are loaded."""
     try:
-        return original(worker, serialised)
+        return original(*args, **kwargs)
     except WRONG_WEIGHTS as error:
         return Unreadable(error)
 
