@@ -77,6 +77,26 @@ EVERYWHERE = (
         "/server_info shows the server arguments, but not what the plugin made of them",
     ),
     Hook(
+        "mem_cache.common.release_kv_cache",
+        "BEFORE",
+        "trainer.features:finish",
+        "features of a request are written when it ends, wherever SGLang ends it",
+        process_serves_dflash,
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor.forward",
+        "AROUND",
+        "engine.capture:append_final_state",
+        "the last layer's state is known only there",
+        always,
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._send_one_request",
+        "BEFORE",
+        "engine.hooks:seed_answers_apart",
+        "SGLang gives the n answers to a request one seed, and without DFLASH it is not used",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
         "AROUND",
         "trainer.hooks:choose_folder",
@@ -103,25 +123,5 @@ EVERYWHERE = (
         "AROUND",
         "trainer.hooks:update_from_disk",
         "SGLang has one path for target and draft",
-    ),
-    Hook(
-        "mem_cache.common.release_kv_cache",
-        "BEFORE",
-        "trainer.features:finish",
-        "features of a request are written when it ends, wherever SGLang ends it",
-        process_serves_dflash,
-    ),
-    Hook(
-        "layers.logits_processor.LogitsProcessor.forward",
-        "AROUND",
-        "engine.capture:append_final_state",
-        "the last layer's state is known only there",
-        always,
-    ),
-    Hook(
-        "managers.tokenizer_manager.TokenizerManager._send_one_request",
-        "BEFORE",
-        "engine.hooks:seed_answers_apart",
-        "SGLang gives the n answers to a request one seed, and without DFLASH it is not used",
     ),
 )

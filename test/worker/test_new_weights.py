@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.utils import MultiprocessingSerializer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -38,27 +36,16 @@ def load_reversed(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 LOADER = f"{__name__}.{load_reversed.__name__}"
 
 
-@pytest.fixture(scope="module")
-def tensors() -> Iterator[str]:
-    """New weights, serialised once for each update: they are read once.
-
-    After an update, SGLang serialises tensors of CUDA only.
-    """
-    torch.manual_seed(82)
-    named = [(NAME, torch.randn(VOCAB, HIDDEN))]
-    return iter([MultiprocessingSerializer.serialize(named) for _ in range(4)])
-
-
 @pytest.mark.parametrize("load_format", [None, LOADER], ids=["sglang", "custom loader"])
-def test_new_weights_from_tensors(
-    target: str, draft: str, tensors: Iterator[str], load_format: str | None
-) -> None:
+def test_new_weights_from_tensors(target: str, draft: str, load_format: str | None) -> None:
     """As on a server without speculation, also with --custom-weight-loader."""
+    torch.manual_seed(82)
+    new = serialised({NAME: torch.randn(VOCAB, HIDDEN)})
 
     def answers(draft: str | None) -> list[list[int]]:
         with InProcess(target, draft, custom_weight_loader=[LOADER]) as engine:
             before = engine.generate(prompt(81, 20), max_new_tokens=30)
-            request = UpdateWeightsFromTensorReqInput([next(tensors)], load_format=load_format)
+            request = UpdateWeightsFromTensorReqInput([new], load_format=load_format)
             assert engine.scheduler.weight_updater.update_weights_from_tensor(request).success
             return [before, engine.generate(prompt(81, 20), max_new_tokens=30)]
 
