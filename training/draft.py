@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from training.draft_model import Draft
 from training.export import write_checkpoint
-from training.run import Run
+from training.run import Run, autocast
 from training.shapes import DRAFT_CONFIG, IM_START
 from training.target import features_of, load_target
 
@@ -127,15 +127,15 @@ class Mix:
 def batched(
     answers: list[Answer], anchors: int, rng: random.Random, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pad to features [B, S, K*H], ids [B, S], positions of anchors [B, A], lengths [B], int64."""
+    """Pad to features [B, S, K*H] float32, ids [B, S], anchors' positions [B, A], lengths [B]."""
     lengths = torch.tensor([len(answer.ids) for answer in answers], device=device)
     ids = pad_sequence([answer.ids for answer in answers], batch_first=True)
     features = pad_sequence([answer.features for answer in answers], batch_first=True)
-    at = []
-    for answer in answers:
-        last = len(answer.ids) - 2
-        at.append([rng.randint(answer.first, last) for _ in range(anchors)])
-    return features.to(device), ids.to(device), torch.tensor(at, device=device), lengths
+    at = [
+        [rng.randint(answer.first, len(answer.ids) - 2) for _ in range(anchors)]
+        for answer in answers
+    ]
+    return features.to(device).float(), ids.to(device), torch.tensor(at, device=device), lengths
 
 
 def _loss(
@@ -152,7 +152,7 @@ def _loss(
 
     head: [V, H] float32; features, ids, at, lengths: as `batched` makes them; size: of a block.
     """
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with autocast(ids.device.type):
         logits = F.linear(draft(features, ids, at, embed, size)[:, :, 1:], head)
     where = at[:, :, None] + torch.arange(1, size, device=ids.device)
     valid = (where < lengths[:, None, None]).float()

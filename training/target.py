@@ -21,7 +21,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from training.rows import documents, packed
-from training.run import Run
+from training.run import Run, autocast
 from training.shapes import DRAFT_CONFIG, END_OF_TEXT, IM_END, ROW, TARGET_CONFIG
 
 LEARNING_RATE = 3e-3
@@ -51,7 +51,7 @@ def loss_of_rows(
     index = torch.arange(ROW, device=ids.device)
     same = numbers[:, :, None] == numbers[:, None, :]
     mask = (same & (index[:, None] >= index))[:, None]
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with autocast(ids.device.type):
         hidden = model.model(
             ids, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state

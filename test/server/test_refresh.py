@@ -62,7 +62,7 @@ def test_a_draft_follows_its_target(
     """Accept lengths fall with the target's new weights, and rise with the trained draft's."""
     features = tmp_path / "features"
     features.mkdir()
-    target = refresh.change_target(tmp_path, 10, "cpu")
+    target = refresh.change_target(tmp_path, 6, "cpu")
     flags = (
         *("--speculative-dflash-features", str(features)),
         *("--speculative-dflash-features-form", "specforge"),
