@@ -65,6 +65,7 @@ RUNS = (
     "test/server/test_input_embeds.py",
     "test/server/test_new_weights.py",
     "test/server/test_pictures.py",
+    "test/server/test_replicas.py",
     "test/server/test_rules_for_all.py",
     "test/server/test_serving.py",
     "test/server/test_streamed_calls.py",

@@ -14,16 +14,18 @@ KV_BYTES = 2 * 10**9  # default bound of both KV pools together, all ranks
 KV_ITEMSIZE = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}  # of a target; else its own
 
 
-def set_limits(server_args: Any) -> None:
+def set_limits(server_args: Any, ranks: int) -> None:
     """Set what is not given, after the arguments of speculation.
 
-    KV memory defaults to what the requests can use, at most 2 GB for both pools. The ranks of
-    tensor parallelism share the cores, so they do not need a NUMA node each.
+    KV memory defaults to what the requests can use, at most 2 GB for both pools of all replicas.
+    The ranks share the cores, so they do not need a NUMA node each. ranks: those that SGLang counts
+    in its list of cores.
     """
     if not server_args.enable_torch_compile:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's helpers would need a C++ compiler
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(ranks))
     if server_args.tp_size > 1:
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(server_args.tp_size))
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))
     config = server_args.get_model_config()
     if server_args.max_total_tokens is None:
@@ -55,7 +57,7 @@ def _bytes_bound(server_args: Any) -> int:
 
         draft = draft_config(server_args)
         per_token += draft.kv_bytes_per_token(config.dtype.itemsize)
-    return int(KV_BYTES // per_token)
+    return int(KV_BYTES // per_token // server_args.dp_size)
 
 
 def _split_cores(ranks: int) -> str:

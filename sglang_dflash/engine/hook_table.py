@@ -77,6 +77,24 @@ EVERYWHERE = (
         "/server_info shows the server arguments, but not what the plugin made of them",
     ),
     Hook(
+        "managers.scheduler.Scheduler.get_internal_state",
+        "AFTER",
+        "report.hooks:describe_replica",
+        "SGLang's data-parallel controller drops what a scheduler says when it starts",
+    ),
+    Hook(
+        "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "AROUND",
+        "report.hooks:describe_first",
+        "so /server_info of several replicas would not show what serves",
+    ),
+    Hook(
+        "entrypoints.engine.Engine._launch_scheduler_processes",
+        "AROUND",
+        "engine.processes:watch_all",
+        "SGLang does not see the end of a replica, nor of any scheduler on a second machine",
+    ),
+    Hook(
         "mem_cache.common.release_kv_cache",
         "BEFORE",
         "trainer.features:finish",

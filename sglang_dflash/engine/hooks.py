@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -16,6 +17,9 @@ from sglang_dflash.seam import release
 from sglang_dflash.trainer.features import ask
 
 NEXT_SEED = 0x1E3779B97F4A7C15  # an odd number, so that no seed comes again
+
+GONE = re.compile(r"gloo/transport/tcp/\S+ (.*)")
+RANK_GONE = "Another rank of this server is gone, so this one ends ({}). Its own log may say why."
 
 
 def validate_request(req: Any) -> str | None:
@@ -78,6 +82,12 @@ def get_generation_config(original: Any, model: str, *args: Any, **kwargs: Any) 
 
 
 def text_of_an_exception(original: Callable[[], str]) -> str:
-    """AROUND `get_exception_traceback`: a refusal is one paragraph, without the traceback."""
+    """AROUND `get_exception_traceback`: a refusal is one paragraph, without the traceback.
+
+    So is the end of another rank, which gloo reports where this one waits for it.
+    """
     error = sys.exception()
-    return f"sglang-dflash: {error}" if isinstance(error, Refusal) else original()
+    if isinstance(error, Refusal):
+        return f"sglang-dflash: {error}"
+    lost = GONE.search(str(error)) if isinstance(error, RuntimeError) else None
+    return f"sglang-dflash: {RANK_GONE.format(lost[1])}" if lost else original()

@@ -90,3 +90,24 @@ def describe(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """AFTER `Scheduler.get_init_info`: `/server_info` says what serves, and how."""
     result["sglang_dflash"] = scheduler.draft_worker.report.description()
     return result
+
+
+def describe_replica(result: Any, scheduler: Any, *_: Any) -> Any:
+    """AFTER `Scheduler.get_internal_state`: so does the state of each replica."""
+    describe(result.internal_state, scheduler)
+    return result
+
+
+async def describe_first(original: Any, manager: Any) -> list[dict[str, Any]]:
+    """AROUND `TokenizerControlMixin.get_internal_state`: replicas are in the order of their ranks.
+
+    The first one's description is that of `/server_info`, in whose answer these states are.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    states: list[dict[str, Any]] = await original(manager)
+    states.sort(key=lambda state: state["sglang_dflash"].get("dp_rank", 0))
+    if http_server._global_state is not None:  # else this is SGLang's `Engine`
+        shown = http_server._global_state.scheduler_info
+        shown.setdefault("sglang_dflash", states[0]["sglang_dflash"])
+    return states

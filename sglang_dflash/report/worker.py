@@ -33,12 +33,14 @@ class Report:
         draft: ModelRunner,
         options: Options,
         clock: StepClock | None,
+        dp_rank: int | None,
     ) -> None:
-        """clock: None if nothing is timed."""
+        """clock: None if nothing is timed; dp_rank: the replica's number, or None for no other."""
         self._server_args = server_args
         self._draft = draft
         self._options = options
         self._clock = clock
+        self._dp_rank = dp_rank
         self._mean_width = MeanWidth()
         self.low_acceptance = LowAcceptance(options.block_size)
         self.observers: list[StepObserver] = [self._mean_width]
@@ -70,7 +72,7 @@ class Report:
 
     def description(self) -> dict[str, Any]:
         args, draft, options = self._server_args, self._draft.model.dflash, self._options
-        return {
+        described = {
             "version": __version__,
             "draft": args.speculative_draft_model_path,
             "family": draft.family.name,
@@ -84,3 +86,6 @@ class Report:
             "draft_attention": args.speculative_draft_attention_backend,
             "tp": args.tp_size,
         }
+        if self._dp_rank is not None:
+            described["dp_rank"] = self._dp_rank
+        return described

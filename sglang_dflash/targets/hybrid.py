@@ -194,7 +194,7 @@ def bound_states(original: Callable[..., float], runner: Any, total_rest_memory:
     if args.max_mamba_cache_size is None and args.disable_radix_cache:
         share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
         fitting = int(total_rest_memory * 2**30 * share / (state + inputs)) - 1  # SGLang adds one
-        args.max_mamba_cache_size = min(args.max_running_requests // args.dp_size, fitting)
+        args.max_mamba_cache_size = min(args.max_running_requests, fitting)
     with temporarily(args, speculative_num_draft_tokens=inputs / state):
         return original(runner, total_rest_memory)
 

@@ -31,6 +31,7 @@ class Watched:
     tokens: int = 0
     steps: int = 0
     width: int = 0  # positions that the last step verified
+    replica: int | None = None  # that answers
     _begin: float = field(default_factory=time.perf_counter)
 
     def see(self, event: dict[str, Any]) -> list[Token]:
@@ -41,7 +42,7 @@ class Watched:
         self.text = self.text + event["text"] if self.incremental else event["text"]
         if self.tokens == 0:  # prefill's
             self._begin = time.perf_counter()
-        self.tokens = meta["completion_tokens"]
+        self.tokens, self.replica = meta["completion_tokens"], meta.get("dp_rank")
         new = []
         for step in meta.get("spec_steps", []):
             if step["number"] < self.steps:
@@ -57,13 +58,17 @@ class Watched:
             new.append(Token(self.text, 0))
         return new
 
-    def summary(self) -> str:
-        """Counts and the speed of decoding, which starts at the first token."""
+    def summary(self, replicas: int = 1) -> str:
+        """Counts and the speed of decoding, which starts at the first token.
+
+        replicas: of the server. If it has several, the one that answered is named.
+        """
+        by = f"Replica {self.replica}: " if replicas > 1 else ""
         seconds, decoded = time.perf_counter() - self._begin, self.tokens - 1
         if not self.steps:
-            return f"{self.tokens} tokens, no step"
+            return f"{by}{self.tokens} tokens, no step"
         return (
-            f"{self.tokens} tokens in {self.steps} steps: {decoded / self.steps:.2f} tokens a "
+            f"{by}{self.tokens} tokens in {self.steps} steps: {decoded / self.steps:.2f} tokens a "
             f"step, {decoded / seconds:.0f} tokens a second, last verify width {self.width}"
         )
 
@@ -141,9 +146,10 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
             file=sys.stderr,
         )
         return 2
+    replicas = len(info["internal_states"])
     console.print(
         f"{served['family']} draft {served['draft']}, block {served['block_size']}, verify width "
-        f"{served['verify_width']}. Coloured: accepted drafts, by position. Bold: the target's own "
+        f"{served['verify_width']}{f', {replicas} replicas' if replicas > 1 else ''}. Coloured: accepted drafts, by position. Bold: the target's own "
         "tokens. Ctrl-D ends the chat.",
         style="dim",
         markup=False,
@@ -162,4 +168,4 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
         except requests.RequestException as error:
             print(f"sglang-dflash: {error}", file=sys.stderr)
             return 1
-        console.print(f"\n{watched.summary()}", style="dim")
+        console.print(f"\n{watched.summary(replicas)}", style="dim")

@@ -40,11 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--target", help="folder or hub id of the target it is for")
     inspect.add_argument("--json", action="store_true", help="print one line of JSON")
 
-    watch = commands.add_parser("watch", help="a page that shows the blocks of a DFLASH server")
+    watch = commands.add_parser("watch", help="a page that shows the blocks of DFLASH servers")
     watch.add_argument(
-        "url",
-        nargs="?",
-        help="URL of a DFLASH server; default: start the bundled target with and without DFLASH",
+        "urls",
+        nargs="*",
+        metavar="url",
+        help="URLs of DFLASH servers; default: start the bundled target with and without DFLASH",
     )
     watch.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
 
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.0, help="of sampling; default: 0")
     chat.add_argument("--thinking", action="store_true", help="let the model think first")
     for command in (watch, chat):
-        command.add_argument("--api-key", metavar="KEY", help="API key of the server")
+        command.add_argument("--api-key", metavar="KEY", help="API key of the servers")
 
     commands.add_parser("demo", help="compare the bundled pair without and with DFLASH")
 
@@ -75,7 +76,7 @@ def _run(chosen: argparse.Namespace, others: list[str]) -> int:
         case "watch":
             from sglang_dflash.tools.watch import run as run_watch
 
-            run_watch(chosen.url, chosen.port, chosen.api_key)
+            run_watch(chosen.urls, chosen.port, chosen.api_key)
         case "chat":
             from sglang_dflash.tools.chat import run as run_chat
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any, NoReturn
@@ -14,15 +15,17 @@ PAGE = "/dflash"  # path on the server
 CONFIG = '<script type="application/json" id="config">{}</script>'
 
 
-def page(server: str = "", without: str | None = None, api_key: str | None = None) -> str:
+def page(
+    servers: Sequence[str] = (), without: str | None = None, api_key: str | None = None
+) -> str:
     """The page as HTML; it loads nothing else.
 
-    server: the base URL of a DFLASH server, "" for the one that serves the page; without: that of a
-    server of the same target without speculation; api_key: of both.
+    servers: the base URLs of DFLASH servers, none for the one that serves the page; without: that
+    of a server of the same target without speculation; api_key: of all.
     """
-    server, without = server.rstrip("/"), without and without.rstrip("/")
+    servers, without = [url.rstrip("/") for url in servers], without and without.rstrip("/")
     html = resources.files(__package__).joinpath("page.html").read_text()
-    config = json.dumps({"server": server, "without": without, "api_key": api_key})
+    config = json.dumps({"servers": servers, "without": without, "api_key": api_key})
     assert html.count(CONFIG) == 1
     return html.replace(CONFIG, CONFIG.replace("{}", config.replace("<", "\\u003c")))
 

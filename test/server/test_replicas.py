@@ -1,26 +1,113 @@
-"""Two replicas of a server (`--dp-size`): what they draw is told apart."""
+"""Replicas of a server (`--dp-size`): all are seen, and none dies unseen."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-from test.servers import running
+import psutil
+import pytest
+import requests
+
+from sglang_dflash.tiny.prompts import held_out
+from test.servers import Client, chat, running
 
 PROMPT = "def main(args):\n"
+SECONDS = 10  # docs/operating.md
+pytestmark = pytest.mark.ci
 
 
-@pytest.mark.ci
-def test_replicas_draw_apart() -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Client]:
+    with running("--dp-size", "2", "--enable-metrics", dflash=True) as server:
+        yield server
+
+
+def test_replicas_draw_apart(server: Client) -> None:
     """Requests go to them in turn, so that both have seen as many when they draw."""
-    with running("--dp-size", "2", dflash=True) as server:
-        answers = set()
-        for _ in range(3):
-            prompts = [PROMPT] * 4
-            drawn = server.generate_many(
-                prompts, temperature=1.5, max_new_tokens=24, ignore_eos=True
-            )
-            answers |= {tuple(answer["output_ids"]) for answer in drawn}
-        assert len(answers) == 12
-        seeded = {"temperature": 1.0, "max_new_tokens": 24, "sampling_seed": 5, "n": 4}
-        asked = server.post("/generate", {"text": PROMPT, "sampling_params": seeded}).json()
-        assert len({tuple(answer["output_ids"]) for answer in asked}) == 4
+    answers = set()
+    for _ in range(3):
+        prompts = [PROMPT] * 4
+        drawn = server.generate_many(prompts, temperature=1.5, max_new_tokens=24, ignore_eos=True)
+        answers |= {tuple(answer["output_ids"]) for answer in drawn}
+    assert len(answers) == 12
+    seeded = {"temperature": 1.0, "max_new_tokens": 24, "sampling_seed": 5, "n": 4}
+    asked = server.post("/generate", {"text": PROMPT, "sampling_params": seeded}).json()
+    assert len({tuple(answer["output_ids"]) for answer in asked}) == 4
+
+
+def test_the_server_describes_each(server: Client) -> None:
+    """By its number, and the server by the first of them."""
+    info = requests.get(f"{server.url}/server_info", timeout=30).json()
+    described = [state["sglang_dflash"] for state in info["internal_states"]]
+    assert [each["dp_rank"] for each in described] == [0, 1]
+    assert info["sglang_dflash"] == described[0]
+    assert {each["block_size"] for each in described} == {16}
+
+
+def test_metrics_count_each(server: Client) -> None:
+    """Steps have the label of the replica that ran them."""
+    before = steps_by_replica(server)
+    for replica in ("0", "1"):
+        body = {"text": PROMPT, "routed_dp_rank": int(replica)}
+        answer = server.post("/generate", body | {"sampling_params": {"temperature": 0}}).json()
+        assert answer["meta_info"]["dp_rank"] == int(replica)
+        after = steps_by_replica(server)
+        counted = {key: after[key] - before.get(key, 0) for key in after}
+        assert counted[replica] == answer["meta_info"]["spec_verify_ct"]
+        assert sum(counted.values()) == counted[replica]
+        before = after
+
+
+def steps_by_replica(server: Client) -> dict[str, float]:
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r'^sglang:spec_verify_steps_total\{.*dp_rank="(\d)".*\} (\S+)$', text, re.M)
+    return {replica: float(count) for replica, count in found}
+
+
+def test_a_terminal_names_the_replica_that_answers(server: Client) -> None:
+    question = held_out("word", 1, seed=41)[0].prompt
+    command = [sys.executable, "-m", "sglang_dflash", "chat", server.url]
+    said = subprocess.run(
+        command, input=f"{question}\n{question}\n", capture_output=True, text=True, timeout=300
+    )
+    assert said.returncode == 0, said.stderr
+    assert "2 replicas" in " ".join(said.stdout.split())
+    assert sorted(re.findall(r"Replica (\d): \d+ tokens in", said.stdout)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "data_parallel_controller"])
+def test_the_death_of_a_process_ends_the_server(victim: str) -> None:
+    """Requests of the other replica, too, get an error in time. None waits for ever."""
+    with (
+        pytest.raises(AssertionError, match="crashed with exit code"),
+        running("--dp-size", "2", dflash=True) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        prompts = [chat(each.prompt) for each in held_out("word", 4, seed=3)]
+        asked = [pool.submit(until_it_fails, server, prompt) for prompt in prompts]
+        family = psutil.Process(server.server.pid).children(recursive=True)
+        named = [each for each in family if victim in "".join(each.cmdline())]
+        time.sleep(1)  # requests run
+        named[-1].kill()
+        gone, alive = psutil.wait_procs(family, timeout=SECONDS)
+        assert not alive
+        until = time.monotonic() + SECONDS
+        while server.server.alive and time.monotonic() < until:
+            time.sleep(0.1)
+        assert server.server.status not in (None, 0)
+        assert all(each.result(SECONDS) for each in asked)
+
+
+def until_it_fails(server: Client, prompt: str) -> bool:
+    """Ask again and again, each time for a complete answer or an error."""
+    while True:
+        try:
+            answer = server.generate(prompt, max_new_tokens=200, ignore_eos=True)
+        except (requests.RequestException, AssertionError):
+            return True
+        assert len(answer["output_ids"]) == 200

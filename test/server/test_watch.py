@@ -198,7 +198,7 @@ def test_the_page_of_another_server(server: Client, browser: webdriver.Chrome) -
 
 
 COMPARED = "import sys; from sglang_dflash.watch.page import page, serve; "
-COMPARED += "serve(page(*sys.argv[1:]), port=0)"
+COMPARED += "serve(page([sys.argv[1]], *sys.argv[2:]), port=0)"
 
 
 @needs_browser

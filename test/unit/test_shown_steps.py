@@ -76,8 +76,8 @@ def test_a_terminal_is_not_steered() -> None:
 
 
 def test_a_configuration_ends_no_script() -> None:
-    html = page("http://a/", "http://b/", "</script><script>alert(1)</script>")
+    html = page(["http://a/"], "http://b/", "</script><script>alert(1)</script>")
     [text] = re.findall(r'id="config">(.*?)</script>', html)
     found = json.loads(text)
     assert found["api_key"] == "</script><script>alert(1)</script>"
-    assert (found["server"], found["without"]) == ("http://a", "http://b")
+    assert (found["servers"], found["without"]) == (["http://a"], "http://b")

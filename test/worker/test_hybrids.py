@@ -212,6 +212,14 @@ def test_a_block_takes_little_memory(heads: int, layers: int) -> None:
     assert bytes_of_inputs(params, 16) <= 0.15 * params.mamba_cache_per_req
 
 
+@pytest.mark.parametrize(("given", "requests"), [(4, 4), (None, 48)])
+def test_requests_of_a_replica(pair: Pair, given: int | None, requests: int) -> None:
+    """SGLang's bound is that of each replica, and so are the states."""
+    with pair.serve(disable_radix_cache=True, dp_size=2, max_running_requests=given) as engine:
+        runner = engine.worker.model_runner
+        assert runner.max_running_requests == runner.server_args.max_mamba_cache_size == requests
+
+
 def test_width_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A width of its own per request, or one per batch for a target with 3-D positions."""
     monkeypatch.setenv(VERIFY_WIDTH, "auto")

@@ -101,4 +101,4 @@ def seeded_draws(original: Callable[..., None], server_args: Any) -> None:
 def default_limits(_: None, server_args: Any) -> None:
     """AFTER `handle_speculative_decoding`."""
     if server_args.device == "cpu":
-        set_limits(server_args)
+        set_limits(server_args, server_args.tp_size)

@@ -48,7 +48,8 @@ def default_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
 def default_limits(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Around `handle_speculative_decoding`."""
     previous(server_args)
-    set_limits(Arguments(server_args))
+    arguments = Arguments(server_args)
+    set_limits(arguments, arguments.tp_size * arguments.dp_size)
 
 
 def record_stream(tensor: Tensor, stream: Any) -> None:

@@ -130,7 +130,7 @@ def build_worker(
     if options.features is not None and rank["tp_rank"] == 0:
         num_features = len(draft_config(server_args).target_layer_ids)
         context_observers.append(FeatureFiles(options.features, num_features, target.model))
-    report = Report(server_args, draft, options, clock)
+    report = Report(server_args, draft, options, clock, rank["dp_rank"])
     report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
     if rank["tp_rank"] == 0:
         report.begin()

@@ -26,7 +26,7 @@ def handle_dflash(server_args: ServerArgs) -> None:
     # For a hybrid target, `targets.hybrid.bound_states` may lower the default, but not a given one.
     sized = server_args.max_mamba_cache_size is not None
     if given is not None and not sized and server_args.disable_radix_cache:
-        server_args.max_mamba_cache_size = given // server_args.dp_size
+        server_args.max_mamba_cache_size = given
     server_args.disable_overlap_schedule = True  # spec-v1: the scheduler waits for the commit
     if server_args.enable_flashinfer_allreduce_fusion:
         logger.info(ALL_REDUCE)

@@ -50,14 +50,17 @@ class DFlashWorker(DFlashWorkerV2):
         self._kernels = Kernels.on(self.device)
         self._rules = RequestedRules(all_ends=True)
         self.draft_model.bind(self.model_runner.model, self._kernels, False, self.block_size)
-        self._seed = f"{self._target_worker.random_seed} {get_parallel().dp_rank}"
+        dp_rank = get_parallel().dp_rank
+        self._seed = f"{self._target_worker.random_seed} {dp_rank}"
         self._features: FeatureFiles | None = None
         if arguments.dflash.features is not None and self._target_tp_rank == 0:
             num_features = len(self.draft_model.dflash.target_layer_ids)
             self._features = FeatureFiles(
                 arguments.dflash.features, num_features, self.model_runner.model
             )
-        self.report = Report(arguments, self.draft_model_runner, arguments.dflash, clock=None)
+        self.report = Report(
+            arguments, self.draft_model_runner, arguments.dflash, clock=None, dp_rank=dp_rank
+        )
         self.report.observers.append(StepLog(keep_by_token))
         if self._target_tp_rank == 0:
             self.report.begin()
