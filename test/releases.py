@@ -64,6 +64,7 @@ RUNS = (
     "test/server/test_guard.py",
     "test/server/test_input_embeds.py",
     "test/server/test_new_weights.py",
+    "test/server/test_nodes.py",
     "test/server/test_pictures.py",
     "test/server/test_replicas.py",
     "test/server/test_rules_for_all.py",

@@ -147,10 +147,11 @@ def run(url: str, api_key: str | None, thinking: bool, sampling: dict[str, Any])
         )
         return 2
     replicas = len(info["internal_states"])
+    several = f", {replicas} replicas" if replicas > 1 else ""
     console.print(
         f"{served['family']} draft {served['draft']}, block {served['block_size']}, verify width "
-        f"{served['verify_width']}{f', {replicas} replicas' if replicas > 1 else ''}. Coloured: accepted drafts, by position. Bold: the target's own "
-        "tokens. Ctrl-D ends the chat.",
+        f"{served['verify_width']}{several}. Coloured: accepted drafts, by position. Bold: the "
+        "target's own tokens. Ctrl-D ends the chat.",
         style="dim",
         markup=False,
     )

@@ -1,5 +1,5 @@
 """`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
-[--plain | --itself | --builtin] [--any-rows SEED]`
+[--plain | --itself | --builtin | --nodes | --router] [--any-rows SEED]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -7,8 +7,9 @@ is printed with its number; `--only NUMBER` replays it alone. `--itself` replace
 by a second one without speculation, and so shows what company alone changes. `--plain` asks
 a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
 company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH, whose server ends if two
-requests of a batch have a custom_logit_processor each (`--without` it). With `--any-rows`, each
-step verifies any rows of its batch. A run that compares nothing fails.
+requests of a batch have a custom_logit_processor each (`--without` it). `--nodes` asks a server
+over two nodes, and `--router` asks SGLang's router in front of two servers for what it keeps. With
+`--any-rows`, each step verifies any rows of its batch. A run that compares nothing fails.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tempfile import TemporaryDirectory
 from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
 from test.differential.draw import Request, is_served_by_sglang
+from test.fleet import is_kept, routed, two_nodes
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
     ADAPTERS,
@@ -71,6 +73,8 @@ def main() -> int:
     )
     sides.add_argument("--itself", action="store_true", help="compare no speculation with itself")
     sides.add_argument("--builtin", action="store_true", help="SGLang's own DFLASH, not ours")
+    sides.add_argument("--nodes", action="store_true", help="TP over two launches")
+    sides.add_argument("--router", action="store_true", help="two servers behind SGLang's router")
     parser.add_argument("--any-rows", metavar="SEED", help="verify any rows, whatever pays")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="FEATURE", help="leave out requests with these"
@@ -103,15 +107,21 @@ def main() -> int:
                 environment[ANY_ROWS] = arguments.any_rows
             family = arguments.family
             served = running(*ours, dflash=True, environment=environment, family=family)
-        other = stack.enter_context(served)
+        if arguments.nodes:
+            url = stack.enter_context(two_nodes(*ours))[0].url
+        else:
+            url = stack.enter_context(served).url
+        if arguments.router:
+            second = running(*ours, dflash=True, environment=environment, family=family)
+            url = stack.enter_context(routed(url, stack.enter_context(second).url))
         asks_plainly = arguments.plain or arguments.itself
 
         def wanted(request: Request) -> bool:
             left_out = bool(set(request.features) & set(arguments.without))
+            left_out = left_out or (arguments.router and not is_kept(request))
             return not left_out and (is_served_by_sglang(request) or not asks_plainly)
 
-        urls = plain.url, other.url
-        report = compare(arguments.seed, numbers, *urls, bounds, names, wanted)
+        report = compare(arguments.seed, numbers, plain.url, url, bounds, names, wanted)
     show(report, arguments.seed)
     return 1 if report.differing or not report.compared else 0
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from selenium import webdriver
 
 from sglang_dflash.tools.launch import Server
 from test.plugins import distribution
+from test.server import browsers
 from test.server.apart import APART
 from test.servers import SERVERS, TWO_RANKS, Client, running, without_speculation
 
@@ -69,3 +71,9 @@ def reference() -> Iterator[Client]:
     """The same installation without --speculative-algorithm."""
     with without_speculation() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    with browsers.started() as browser:
+        yield browser

@@ -9,11 +9,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import requests
+from selenium import webdriver
+from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.tiny.prompts import held_out
+from sglang_dflash.watch.page import PAGE
+from test.fleet import ends, family, launched
+from test.server.browsers import Page, needs_browser
 from test.servers import Client, chat, running
 
 PROMPT = "def main(args):\n"
@@ -69,6 +73,22 @@ def steps_by_replica(server: Client) -> dict[str, float]:
     return {replica: float(count) for replica, count in found}
 
 
+@needs_browser
+def test_the_page_asks_the_one_that_is_chosen(server: Client, browser: webdriver.Chrome) -> None:
+    page = Page(browser, server.url + PAGE)
+    WebDriverWait(browser, SECONDS).until(lambda _: len(page.all("#place option")) == 2)
+    address = server.url.removeprefix("http://")
+    for replica in ("0", "1"):
+        before = steps_by_replica(server)
+        page.choose(f"{address}, replica {replica}")
+        page.ask(PROMPT, 20)
+        page.wait_for(r"tokens in \d+ steps")
+        assert "sglang-dflash" in page.text("served")
+        after = steps_by_replica(server)
+        assert {key for key in after if after[key] > before.get(key, 0)} == {replica}
+    assert page.errors() == []
+
+
 def test_a_terminal_names_the_replica_that_answers(server: Client) -> None:
     question = held_out("word", 1, seed=41)[0].prompt
     command = [sys.executable, "-m", "sglang_dflash", "chat", server.url]
@@ -83,23 +103,15 @@ def test_a_terminal_names_the_replica_that_answers(server: Client) -> None:
 @pytest.mark.parametrize("victim", ["scheduler", "data_parallel_controller"])
 def test_the_death_of_a_process_ends_the_server(victim: str) -> None:
     """Requests of the other replica, too, get an error in time. None waits for ever."""
-    with (
-        pytest.raises(AssertionError, match="crashed with exit code"),
-        running("--dp-size", "2", dflash=True) as server,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    with launched(("--dp-size", "2")) as [server], ThreadPoolExecutor(4) as pool:
         prompts = [chat(each.prompt) for each in held_out("word", 4, seed=3)]
-        asked = [pool.submit(until_it_fails, server, prompt) for prompt in prompts]
-        family = psutil.Process(server.server.pid).children(recursive=True)
-        named = [each for each in family if victim in "".join(each.cmdline())]
+        asked = [pool.submit(until_it_fails, Client(server), prompt) for prompt in prompts]
+        everything = family(server)
+        named = [each for each in everything if victim in "".join(each.cmdline())]
         time.sleep(1)  # requests run
         named[-1].kill()
-        gone, alive = psutil.wait_procs(family, timeout=SECONDS)
-        assert not alive
-        until = time.monotonic() + SECONDS
-        while server.server.alive and time.monotonic() < until:
-            time.sleep(0.1)
-        assert server.server.status not in (None, 0)
+        assert ends([server], everything, SECONDS)
+        assert "crashed with exit code" in server.tail()
         assert all(each.result(SECONDS) for each in asked)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,72 +21,12 @@ from selenium.webdriver.support.wait import WebDriverWait
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.tools.launch import free_port
 from sglang_dflash.watch.page import PAGE
+from test.server.browsers import SECONDS, TOKENS, Page, needs_browser
 from test.server.conftest import on
 from test.servers import TWO_RANKS, Client, chat
 
 QUESTION = held_out("word", 1, seed=41)[0].prompt
-TOKENS = 64  # more than this answer has
-SECONDS = 60
 COMMAND = (sys.executable, "-m", "sglang_dflash")
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-
-needs_browser = pytest.mark.skipif(
-    None in (BROWSER, DRIVER) and "CI" not in os.environ,
-    reason="needs chromium and chromium-driver, packages of Debian",
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=str(DRIVER))
-    with webdriver.Chrome(options, service) as browser:
-        yield browser
-
-
-class Page:
-    """The page in a browser."""
-
-    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
-        self.browser = browser
-        self.errors()  # of the page before
-        browser.get(url)
-
-    def text(self, name: str) -> str:
-        return str(self.browser.find_element(By.ID, name).get_property("textContent"))
-
-    def number(self, name: str) -> float:
-        return float(self.text(name))
-
-    def all(self, selector: str) -> list[Any]:
-        return list(self.browser.find_elements(By.CSS_SELECTOR, selector))
-
-    def ask(self, prompt: str, tokens: int = TOKENS) -> None:
-        """Type a prompt and send it, with the keyboard alone."""
-        field = self.browser.find_element(By.ID, "prompt")
-        field.send_keys(Keys.CONTROL, "a")
-        field.send_keys(prompt, Keys.TAB, str(tokens))
-        field.send_keys(Keys.CONTROL, Keys.ENTER)
-
-    def wait_for(self, status: str) -> str:
-        """The status, when it matches this pattern."""
-
-        def found(_: Any) -> str | None:
-            said = self.text("status")
-            assert "Failed" not in said, said
-            return said if re.search(status, said) else None
-
-        return str(WebDriverWait(self.browser, SECONDS).until(found))
-
-    def errors(self) -> list[Any]:
-        log: Any = self.browser
-        return list(log.get_log("browser"))
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +154,24 @@ def test_the_page_compares_with_no_speculation(
         ratio = float(re.findall(r"([\d.]+) times", said)[0])
         assert ratio == pytest.approx(page.number("with") / page.number("without"), rel=0.1)
         assert page.text("without-name") == "Tokens a second without speculation"
+        assert page.errors() == []
+
+
+@needs_browser
+@on("auto")
+def test_the_page_of_several_servers(
+    server: Client, reference: Client, expected: dict[str, Any], browser: webdriver.Chrome
+) -> None:
+    """One that does not serve DFLASH does not hide the others."""
+    with watching("-m", "sglang_dflash", "watch", reference.url, server.url) as url:
+        page = Page(browser, url)
+        WebDriverWait(browser, SECONDS).until(lambda _: len(page.all("#place option")) == 2)
+        assert page.text("served") == "This server does not answer as a DFLASH server."
+        page.choose(server.url)
+        assert "sglang-dflash" in page.text("served")
+        page.ask(QUESTION)
+        page.wait_for(r"tokens in \d+ steps")
+        assert page.text("answer") == expected["text"]
         assert page.errors() == []
 
 

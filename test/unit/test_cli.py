@@ -90,7 +90,7 @@ def test_watch_compares_the_bundled_pair(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def show(html: str, port: int) -> None:
         assert port == 1234
-        assert '{"server": "http://dflash", "without": "http://plain", "api_key": null}' in html
+        assert '{"servers": ["http://dflash"], "without": "http://plain", "api_key": null}' in html
         EVENTS.append("page")
         raise Page
 

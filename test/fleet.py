@@ -1,0 +1,108 @@
+"""Servers of several launches: TP over two nodes, and servers behind a router."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import requests
+
+from sglang_dflash.tools.launch import Server, die_with_parent, free_port
+from test import releases
+from test.differential.draw import Request
+from test.forked import ForkedServer
+from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
+
+SECONDS = 60  # of a router's start
+DROPPED = {"custom_logit_processor", "logit_bias"}  # by the router: features of requests
+
+
+@contextmanager
+def launched(*of_each: tuple[str, ...]) -> Iterator[list[ForkedServer]]:
+    """DFLASH servers with these flags, which are started at once. They may end."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        given = with_forks({**os.environ, **STRICT}, folder)
+        servers = []
+        for flags in of_each:
+            servers.append(ForkedServer([*releases.flags(*COMMON, *DFLASH, *flags)], given))
+            stack.callback(servers[-1].stop)
+        for server in servers:
+            stack.enter_context(server)
+        yield servers
+
+
+@contextmanager
+def two_nodes(*flags: str) -> Iterator[tuple[Client, Server]]:
+    """A server with a rank on each of two nodes, which are both this machine; and the second."""
+    of_both = "--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", *flags
+    with launched(*((*of_both, "--node-rank", rank) for rank in ("0", "1"))) as (first, second):
+        yield Client(first, flags), second
+
+
+def family(server: Server) -> list[psutil.Process]:
+    """A server's processes, the main one first."""
+    main = psutil.Process(server.pid)
+    return [main, *main.children(recursive=True)]
+
+
+def ends(servers: Sequence[Server], processes: Sequence[psutil.Process], seconds: float) -> bool:
+    """Whether all of these processes, which are those of servers, end in time, with an error."""
+    until = time.monotonic() + seconds
+    mains = [server.pid for server in servers]  # somebody else's children
+    _, alive = psutil.wait_procs([p for p in processes if p.pid not in mains], timeout=seconds)
+    while any(server.alive for server in servers) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not alive and all(server.status not in (None, 0) for server in servers)
+
+
+@contextmanager
+def routed(*urls: str, flags: tuple[str, ...] = ()) -> Iterator[str]:
+    """The URL of SGLang's own router in front of these servers."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--worker-urls", *urls, *flags]
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
+        try:
+            _wait(process, url, len(urls))
+            yield url
+        except BaseException as error:
+            error.add_note(log.read_text()[-3000:])
+            raise
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, workers: int) -> None:
+    """Until the router knows all its workers."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        assert process.poll() is None, "The router has ended."
+        with suppress(requests.RequestException):
+            answer = requests.get(f"{url}/workers", timeout=10)
+            if (
+                answer.ok
+                and sum(each["is_healthy"] for each in answer.json()["workers"]) == workers
+            ):
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"The router was not ready in {SECONDS} s.")
+
+
+def is_kept(request: Request) -> bool:
+    """Whether the router passes all of a request on. It knows no request by its id."""
+    return request.abort_after is None and not DROPPED & set(request.features)
