@@ -12,6 +12,7 @@ IGNORED = {  # fields that differ between any two servers
     "id",
     "created",
     "e2e_latency",
+    "dp_rank",
     "cached_tokens",
     "weight_version",
     "weight_versions",  # of SGLang 0.5.23

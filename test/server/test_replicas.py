@@ -16,9 +16,11 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.watch.page import PAGE
+from test.differential.ask import compare
 from test.fleet import ends, family, launched
 from test.server.browsers import Page, needs_browser
-from test.servers import Client, chat, running
+from test.server.test_differential import COMPARED, check
+from test.servers import ALL_FEATURES, Client, chat, running
 
 PROMPT = "def main(args):\n"
 SECONDS = 10  # docs/operating.md
@@ -71,6 +73,11 @@ def steps_by_replica(server: Client) -> dict[str, float]:
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     found = re.findall(r'^sglang:spec_verify_steps_total\{.*dp_rank="(\d)".*\} (\S+)$', text, re.M)
     return {replica: float(count) for replica, count in found}
+
+
+def test_random_requests(reference: Client) -> None:
+    with running(*ALL_FEATURES, "--dp-size", "2", dflash=True) as server:
+        check(compare(16, range(COMPARED), reference.url, server.url), COMPARED)
 
 
 @needs_browser
