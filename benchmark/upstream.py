@@ -140,22 +140,23 @@ NEW_WEIGHTS = "/update_weights_from_disk", {"model_path": str(TARGET)}
 LONG: Body = {"max_new_tokens": 100, "min_new_tokens": 100}  # so that requests are retracted
 PENALISED: Body = {"frequency_penalty": 1.0, "presence_penalty": 2.0}
 MANY = [generate(f"def f_{i}(a, b):\n", **LONG, **PENALISED) for i in range(12)]
-# Those that end a server are the last ones of their group.
-# These have no case, but failed in our tests, or were read:
-#
-# - `reasoning_tokens` counts behind the end (`batch_result_processor.py:1048`). Change: count later.
+# Defects that have no case. They failed in our tests, or were read:
+# - `reasoning_tokens` counts behind the end (`batch_result_processor.py:1048`). Count later.
 # - A streaming session keeps its last token's KV, computed or not
-#   (`session/streaming_session.py:187`), and later turns differ. Change: one token less.
-# - Grammars of outlines end the scheduler (`speculative/spec_utils.py:638`), those of llguidance with
-#   `ignore_eos`. Change: one token a step.
+#   (`session/streaming_session.py:187`), and later turns differ. Keep one token less.
+# - Grammars of outlines end the scheduler (`speculative/spec_utils.py:638`), and those of llguidance
+#   with `ignore_eos`. Commit one token a step.
 # - Gemma 3's captured states lack the residual, which its layers hand on beside them
-#   (`models/gemma3_causal.py:657`), so hardly any draft is accepted. Change: capture the sum.
+#   (`models/gemma3_causal.py:657`), so hardly any draft is accepted. Capture the sum.
 # - `return_hidden_states` with `--disable-overlap-schedule` is accepted and ignored
-#   (`dflash_utils.py:1109`). Change: refuse it.
-# - Without speculation, too: `"top_k": 1, "temperature": 1.4` has scaled logprobs if another request
-#   of the batch is sampled. Change: never. And `input_embeds` end the scheduler if the target is not
-#   in bfloat16 (`model_executor/model_runner.py:1772`), or beside text (`schedule_batch.py:3075`).
-#   Change: its dtype; separate batches.
+#   (`dflash_utils.py:1109`). Refuse it.
+# - Also without speculation: `"top_k": 1, "temperature": 1.4` has scaled logprobs if another
+#   request of the batch is sampled. Never scale them.
+# - Also without speculation: `input_embeds` end the scheduler if the target is not in bfloat16
+#   (`model_executor/model_runner.py:1772`), or beside text (`schedule_batch.py:3075`). Take the
+#   target's dtype, and separate batches.
+
+# Those that end a server are the last ones of their group.
 CASES = [
     Case("penalties", [generate("def add(a, b):\n", **{k: v}) for k, v in PENALTIES.items()]),
     Case("min_new_tokens", [generate(min_new_tokens=60)]),
