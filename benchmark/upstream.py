@@ -144,8 +144,8 @@ MANY = [generate(f"def f_{i}(a, b):\n", **LONG, **PENALISED) for i in range(12)]
 # - `reasoning_tokens` counts behind the end (`batch_result_processor.py:1048`). Count later.
 # - A streaming session keeps its last token's KV, computed or not
 #   (`session/streaming_session.py:187`), and later turns differ. Keep one token less.
-# - Grammars of outlines end the scheduler (`speculative/spec_utils.py:638`), and those of llguidance
-#   with `ignore_eos`. Commit one token a step.
+# - Grammars of outlines end the scheduler (`speculative/spec_utils.py:638`), those of llguidance
+#   with `ignore_eos`, too. Commit one token a step.
 # - Gemma 3's captured states lack the residual, which its layers hand on beside them
 #   (`models/gemma3_causal.py:657`), so hardly any draft is accepted. Capture the sum.
 # - `return_hidden_states` with `--disable-overlap-schedule` is accepted and ignored
