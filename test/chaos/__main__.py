@@ -1,9 +1,9 @@
-"""`python -m test.chaos --minutes N --seed S`, or `make chaos MINUTES=N`.
+"""`python -m test.chaos --minutes N --seed S [FLAGS]`, or `make chaos MINUTES=N`.
 
-A DFLASH server of the bundled pair with a tiny KV pool and SGLang's strict memory checks answers
-clients that leave and abort, while it is flushed, paused and stalled. Every answer must be the
-known one, or an abort that was asked for. After each round its slots are free, and it has no more
-memory and descriptors than after the first. Then servers are killed part by part.
+A DFLASH server of the bundled pair, with these flags, a tiny KV pool and SGLang's strict memory
+checks, answers clients that leave and abort, while it is flushed, paused and stalled. Every answer
+must be the known one, or an abort that was asked for. After each round its slots are free, and it
+has no more memory and descriptors than after the first. Then servers are killed part by part.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import sys
 import time
 from collections import Counter
 
-from test.chaos.deaths import DEATHS
+from test.chaos.deaths import DEATHS, killed_replicas
 from test.chaos.disturb import Disturber, processes
 from test.chaos.load import Load, calm, questions
 from test.servers import SMALL_POOL, Client, running
 
+FLAGS = "--page-size", "4", *SMALL_POOL, "--enable-metrics"
 ROUND = 15  # seconds of chaos between two looks at what is left
 QUESTIONS = 24
 MORE_BYTES = 64 * 2**20  # of a process, that caches may take after the first round
@@ -44,11 +45,10 @@ class Left:
             assert opened <= MORE_FILES, f"process {pid} has {opened} more open files"
 
 
-def survive(seconds: float, seed: int) -> Counter[str]:
+def survive(seconds: float, seed: int, *flags: str) -> Counter[str]:
     """Disturb a server for so long. Returns what happened; raises `AssertionError`."""
-    flags = ("--page-size", "4", *SMALL_POOL, "--enable-metrics")
     rng, counts, first = random.Random(seed), Counter[str](), None
-    with running(*flags, dflash=True) as server:
+    with running(*FLAGS, *flags, dflash=True) as server:
         asked = questions(server, rng, QUESTIONS)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -80,10 +80,10 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=3, help="of chaos; deaths come on top")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counts = survive(60 * options.minutes, options.seed)
+    options, flags = parser.parse_known_args()
+    counts = survive(60 * options.minutes, options.seed, *flags)
     print("Survived:", ", ".join(f"{name} {n}" for name, n in sorted(counts.items())), flush=True)
-    for death in DEATHS:
+    for death in (*DEATHS, killed_replicas):
         started = time.monotonic()
         death()
         print(f"{death.__doc__} {time.monotonic() - started:.0f} s", flush=True)

@@ -21,6 +21,7 @@ import requests
 
 from sglang_dflash.tiny import DRAFT
 from sglang_dflash.tools.launch import LAUNCH, Server, ServerFailed, free_port
+from test import releases
 from test.chaos.disturb import child, processes
 from test.chaos.load import Load, questions
 from test.forked import ForkedServer
@@ -37,7 +38,8 @@ def doomed(*flags: str, dflash: bool = True, forks: bool = True) -> Iterator[Cli
     with (
         TemporaryDirectory() as folder,
         (ForkedServer if forks else Server)(
-            [*COMMON, *method, *flags], with_forks(given, folder) if forks else given
+            list(releases.flags(*COMMON, *method, *flags)),
+            with_forks(given, folder) if forks else given,
         ) as server,
     ):
         yield Client(server, flags, dflash)
@@ -55,7 +57,8 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
     return server.server.status
 
 
-def _killed(name: str, *flags: str) -> None:
+def _killed(name: str, *flags: str, named: str | None = None) -> None:
+    """named: what SGLang calls this process, if it is not its title."""
     with doomed(*flags) as server:
         asked, family = questions(server, random.Random(1), 4), processes(server)
         load = Load(server, asked, 1)
@@ -64,7 +67,7 @@ def _killed(name: str, *flags: str) -> None:
             child(server, name).kill()
             status = ended(server, family)
         assert status != 0
-        assert f"Subprocess {name}" in server.server.log.read_text(), server.server.tail()
+        assert f"Subprocess {named or name}" in server.server.log.read_text(), server.server.tail()
         lost = [error for error in load.wrong if "ConnectionError" not in error]
         assert all("Chunked" in error or "Connection" in error for error in lost), lost
 
@@ -83,6 +86,15 @@ def killed_scheduler_of_workers() -> None:
     """So does one whose server has other processes for HTTP, of uvicorn or of Granian."""
     _killed("scheduler", "--tokenizer-worker-num", "2")
     _killed("scheduler", "--enable-http2")
+
+
+def killed_replicas() -> None:
+    """So does any process of a server of two replicas."""
+    replicas = "--dp-size", "2"
+    _killed("data_parallel_controller", *replicas, named="scheduler_0")
+    _killed("scheduler_DP0", *replicas, named="scheduler_1")
+    _killed("scheduler_DP1", *replicas, named="scheduler_2")
+    _killed("detokenizer", *replicas)
 
 
 def killed_detokenizer_with_a_dump() -> None:

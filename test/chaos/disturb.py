@@ -12,6 +12,7 @@ from collections.abc import Callable
 import psutil
 import requests
 
+from test.fleet import family
 from test.servers import Client
 
 BAD_BODIES = ('{"text": 1}', "[", '{"text": "x", "sampling_params": {"stop": 1}}', '{"rid": []}')
@@ -93,8 +94,7 @@ class Disturber:
 
 def processes(server: Client) -> list[psutil.Process]:
     """The server and its children."""
-    parent = psutil.Process(server.server.pid)
-    return [parent, *parent.children(recursive=True)]
+    return family(server.server)
 
 
 def child(server: Client, name: str) -> psutil.Process:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -16,14 +14,13 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.watch.page import PAGE
+from test.chaos.deaths import killed_replicas
 from test.differential.ask import compare
-from test.fleet import ends, family, launched
-from test.server.browsers import Page, needs_browser
+from test.server.browsers import SECONDS, Page, needs_browser
 from test.server.test_differential import COMPARED, check
-from test.servers import ALL_FEATURES, Client, chat, running
+from test.servers import ALL_FEATURES, Client, running
 
 PROMPT = "def main(args):\n"
-SECONDS = 10  # docs/operating.md
 pytestmark = pytest.mark.ci
 
 
@@ -107,26 +104,5 @@ def test_a_terminal_names_the_replica_that_answers(server: Client) -> None:
     assert sorted(re.findall(r"Replica (\d): \d+ tokens in", said.stdout)) == ["0", "1"]
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "data_parallel_controller"])
-def test_the_death_of_a_process_ends_the_server(victim: str) -> None:
-    """Requests of the other replica, too, get an error in time. None waits for ever."""
-    with launched(("--dp-size", "2")) as [server], ThreadPoolExecutor(4) as pool:
-        prompts = [chat(each.prompt) for each in held_out("word", 4, seed=3)]
-        asked = [pool.submit(until_it_fails, Client(server), prompt) for prompt in prompts]
-        everything = family(server)
-        named = [each for each in everything if victim in "".join(each.cmdline())]
-        time.sleep(1)  # requests run
-        named[-1].kill()
-        assert ends([server], everything, SECONDS)
-        assert "crashed with exit code" in server.tail()
-        assert all(each.result(SECONDS) for each in asked)
-
-
-def until_it_fails(server: Client, prompt: str) -> bool:
-    """Ask again and again, each time for a complete answer or an error."""
-    while True:
-        try:
-            answer = server.generate(prompt, max_new_tokens=200, ignore_eos=True)
-        except (requests.RequestException, AssertionError):
-            return True
-        assert len(answer["output_ids"]) == 200
+def test_the_death_of_a_process_ends_the_server() -> None:
+    killed_replicas()
