@@ -21,7 +21,7 @@ from test.forked import ForkedServer
 from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
 
 SECONDS = 60  # of a router's start
-DROPPED = {"custom_logit_processor", "logit_bias"}  # by the router: features of requests
+DROPPED = {"custom_logit_processor", "logit_bias", "stop_regex"}  # by the router
 
 
 @contextmanager
@@ -104,5 +104,15 @@ def _wait(process: subprocess.Popen[bytes], url: str, workers: int) -> None:
 
 
 def is_kept(request: Request) -> bool:
-    """Whether the router passes all of a request on. It knows no request by its id."""
-    return request.abort_after is None and not DROPPED & set(request.features)
+    """Whether the router passes all of a request on, also what SGLang says against it.
+
+    It knows no request by its id.
+    """
+    body = request.body
+    sampling = body.get("sampling_params", {})
+    return not (
+        DROPPED & set(request.features)
+        or request.abort_after is not None
+        or "structural_tag" in sampling
+        or body.get("min_tokens", 0) > body.get("max_tokens", 0)  # refused in the router's words
+    )

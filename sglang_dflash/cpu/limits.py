@@ -18,13 +18,15 @@ def set_limits(server_args: Any, ranks: int) -> None:
     """Set what is not given, after the arguments of speculation.
 
     KV memory defaults to what the requests can use, at most 2 GB for both pools of all replicas.
-    The ranks share the cores, so they do not need a NUMA node each. ranks: those that SGLang counts
-    in its list of cores.
+    The ranks share the cores, so they do not need a NUMA node each. ranks: of all machines,
+    those that SGLang counts in its list of cores.
     """
     if not server_args.enable_torch_compile:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SGLang's helpers would need a C++ compiler
     if ranks > 1:
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _split_cores(ranks))
+        here = _split_cores(max(1, ranks // server_args.nnodes))
+        of_all = "|".join([here] * server_args.nnodes)
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", of_all)
     if server_args.tp_size > 1:
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.path.join(os.sep, "nonexistent", "nccl"))
     config = server_args.get_model_config()

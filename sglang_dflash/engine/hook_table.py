@@ -86,7 +86,7 @@ EVERYWHERE = (
         "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
         "AROUND",
         "report.hooks:describe_first",
-        "so /server_info of several replicas would not show what serves",
+        "/server_info of several replicas would not show what serves, nor name the replicas",
     ),
     Hook(
         "entrypoints.engine.Engine._launch_scheduler_processes",

@@ -14,11 +14,12 @@ from sglang_dflash.checkpoint.served import is_draft, load_draft
 from sglang_dflash.errors import Refusal
 from sglang_dflash.logits.processors import wrong_processor
 from sglang_dflash.seam import release
+from sglang_dflash.seam.flags import process_serves_dflash
 from sglang_dflash.trainer.features import ask
 
 NEXT_SEED = 0x1E3779B97F4A7C15  # an odd number, so that no seed comes again
 
-GONE = re.compile(r"gloo/transport/tcp/\S+ (.*)")
+GONE = re.compile(r"gloo/transport/tcp/\S+ (.*(?:Connection|Broken pipe).*)")
 RANK_GONE = "Another rank of this server is gone, so this one ends ({}). Its own log may say why."
 
 
@@ -90,4 +91,6 @@ def text_of_an_exception(original: Callable[[], str]) -> str:
     if isinstance(error, Refusal):
         return f"sglang-dflash: {error}"
     lost = GONE.search(str(error)) if isinstance(error, RuntimeError) else None
-    return f"sglang-dflash: {RANK_GONE.format(lost[1])}" if lost else original()
+    if lost and process_serves_dflash():
+        return f"sglang-dflash: {RANK_GONE.format(lost[1])}"
+    return original()

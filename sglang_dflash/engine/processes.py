@@ -32,37 +32,41 @@ class Descendant:
 def watch_all(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """AROUND `Engine._launch_scheduler_processes`: SGLang's watchdog sees each scheduler.
 
-    It looks at the returned processes, which are known to the end of `wait_for_ready`. The
-    launcher of a further machine has no watchdog, and waits for its schedulers one after another.
+    It looks at the processes that are returned, when `wait_for_ready` has. The launcher of a
+    further machine has no watchdog, and waits for its schedulers one after another.
     """
-    launched, processes = original(*args, **given)
-    if processes is None:  # Ray's
-        return launched, processes
-    wait_for_ready, children = launched.wait_for_ready, {process.pid for process in processes}
+    launched, children = original(*args, **given)
+    watched = list(children)
+    wait_for_ready = launched.wait_for_ready
 
     def wait_for_all() -> None:
+        known = set(launched.all_child_pids)  # the detokenizer's, too
         wait_for_ready()
-        found = [pid for pid in launched.all_child_pids if pid not in children]
-        processes.extend(map(Descendant, found))
+        watched.extend(Descendant(pid) for pid in launched.all_child_pids if pid not in known)
 
     launched.wait_for_ready = wait_for_all
-    for name in ("wait_for_completion", "block_until_scheduler_exits"):  # of either release
-        if hasattr(launched, name):
-            setattr(launched, name, _watched(getattr(launched, name), processes))
-    return launched, processes
+    if hasattr(launched, "wait_for_completion"):  # SGLang 0.5.13.post1
+        wait = launched.wait_for_completion
+        launched.wait_for_completion = lambda: _wait_for_any(wait, watched)
+    else:
+        wait = launched.block_until_scheduler_exits
+        launched.block_until_scheduler_exits = lambda: _watch(wait, watched)
+    return launched, watched
 
 
-def _watched(wait: Callable[[], None], processes: list[Any]) -> Callable[[], None]:
-    """`wait`, while a watchdog ends this process if one of these dies.
+def _watch(wait: Callable[[], None], processes: list[Any]) -> None:
+    """Wait, while a watchdog ends this process if one of these dies."""
+    from sglang.srt.utils.watchdog import SubprocessWatchdog
 
-    SGLang would then serve HTTP, without a model.
-    """
-
-    def watched() -> None:
-        from sglang.srt.utils.watchdog import SubprocessWatchdog
-
-        SubprocessWatchdog(processes).start()
+    watchdog = SubprocessWatchdog(processes)
+    watchdog.start()
+    try:
         wait()
-        sys.exit("sglang-dflash: The schedulers of this machine have ended, so its launcher ends.")
+    finally:
+        watchdog.stop()
 
-    return watched
+
+def _wait_for_any(wait: Callable[[], None], processes: list[Any]) -> None:
+    """The same, and end after it: SGLang would then serve HTTP, without a model."""
+    _watch(wait, processes)
+    sys.exit("sglang-dflash: The schedulers of this machine have ended, so its launcher ends.")

@@ -35,7 +35,7 @@ class Report:
         clock: StepClock | None,
         dp_rank: int | None,
     ) -> None:
-        """clock: None if nothing is timed; dp_rank: the replica's number, or None for no other."""
+        """clock: None if nothing is timed; dp_rank: the number of a replica, if there are several."""
         self._server_args = server_args
         self._draft = draft
         self._options = options

@@ -88,13 +88,23 @@ def killed_scheduler_of_workers() -> None:
     _killed("scheduler", "--enable-http2")
 
 
+REPLICAS = {  # titles of a server's processes, and what SGLang calls them
+    "data_parallel_controller": "scheduler_0",
+    "scheduler_DP0": "scheduler_1",
+    "scheduler_DP1": "scheduler_2",
+    "detokenizer": "detokenizer",
+}
+
+
+def killed_part_of_replicas(title: str) -> None:
+    """So does any process of a server of two replicas."""
+    _killed(title, "--dp-size", "2", named=REPLICAS[title])
+
+
 def killed_replicas() -> None:
     """So does any process of a server of two replicas."""
-    replicas = "--dp-size", "2"
-    _killed("data_parallel_controller", *replicas, named="scheduler_0")
-    _killed("scheduler_DP0", *replicas, named="scheduler_1")
-    _killed("scheduler_DP1", *replicas, named="scheduler_2")
-    _killed("detokenizer", *replicas)
+    for title in REPLICAS:
+        killed_part_of_replicas(title)
 
 
 def killed_detokenizer_with_a_dump() -> None:

@@ -82,6 +82,8 @@ def main() -> int:
     arguments, flags = parser.parse_known_args()
     if arguments.itself and arguments.family:
         parser.error("--itself has no draft, so no --family")
+    if arguments.nodes and (arguments.family or arguments.any_rows):
+        parser.error("--nodes has the bundled draft, and verifies what pays")
     numbers = arguments.only or range(arguments.requests)
     names = tuple(ADAPTERS) if arguments.adapters else ()
     own: list[str] = []  # flags of the DFLASH server alone

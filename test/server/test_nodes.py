@@ -60,7 +60,7 @@ DEATHS: dict[str, Victims] = {
 @pytest.mark.parametrize("death", DEATHS)
 def test_the_end_of_a_node_ends_the_other(death: str) -> None:
     """With one line in its log, and an error for each request that runs."""
-    with two_nodes() as (server, second), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, two_nodes() as (server, second):
         both = server.server, second
         asked = pool.submit(until_it_fails, server, "def main(")
         everything = [process for node in both for process in family(node)]
@@ -77,7 +77,7 @@ def test_the_end_of_a_node_ends_the_other(death: str) -> None:
 def test_a_node_that_does_not_answer_ends_the_other() -> None:
     """As a machine without power or network: nothing closes its connections."""
     flags = "--watchdog-timeout", str(WATCHDOG)
-    with two_nodes(*flags) as (server, second), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, two_nodes(*flags) as (server, second):
         asked = pool.submit(until_it_fails, server, "def main(")
         time.sleep(1)  # requests run
         for process in family(second):

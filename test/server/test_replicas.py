@@ -14,7 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.watch.page import PAGE
-from test.chaos.deaths import killed_replicas
+from test.chaos.deaths import REPLICAS, killed_part_of_replicas
 from test.differential.ask import compare
 from test.server.browsers import SECONDS, Page, needs_browser
 from test.server.test_differential import COMPARED, check
@@ -104,5 +104,6 @@ def test_a_terminal_names_the_replica_that_answers(server: Client) -> None:
     assert sorted(re.findall(r"Replica (\d): \d+ tokens in", said.stdout)) == ["0", "1"]
 
 
-def test_the_death_of_a_process_ends_the_server() -> None:
-    killed_replicas()
+@pytest.mark.parametrize("title", REPLICAS)
+def test_the_death_of_a_process_ends_the_server(title: str) -> None:
+    killed_part_of_replicas(title)

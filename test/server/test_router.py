@@ -17,7 +17,9 @@ from test.servers import ALL_FEATURES, FULL, Client, chat, running
 
 pytestmark = pytest.mark.ci
 Two = tuple[Client, Client]
-UNKNOWN = ("/dflash", "/server_info", "/model_info", "/tokenize", "/flush_cache")
+UNKNOWN = ("/dflash", "/server_info", "/model_info")
+UNKNOWN_CALLS = ("/tokenize", "/abort_request")
+STOPPED = {"text": "def main(", "sampling_params": {"temperature": 0, "stop_regex": ["[a-z]"]}}
 WRONG: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1, "structural_tag": "?"}},
     "/v1/chat/completions": {
@@ -77,9 +79,16 @@ def test_what_it_drops(router: str, two: Two) -> None:
     for path, wrong in WRONG.items():
         statuses = [requests.post(f"{url}{path}", json=wrong).status_code for url in ids]
         assert statuses == [400, 200]
+    stopped = [asked(url, "/generate", STOPPED) for url in ids]
+    reasons = [answer["meta_info"]["finish_reason"] for answer in stopped]
+    assert [reason.get("matched") for reason in reasons] == ["[a-z]", None]
     for path in UNKNOWN:
-        assert requests.get(f"{two[0].url}{path}", timeout=30).status_code != 404
-        assert requests.get(f"{router}{path}", timeout=30).status_code in (404, 405)
+        statuses = [requests.get(f"{url}{path}", timeout=30).status_code for url in ids]
+        assert statuses == [200, 404]
+    for path in UNKNOWN_CALLS:
+        body = {"prompt": "a", "rid": "none"}
+        statuses = [requests.post(f"{url}{path}", json=body).status_code for url in ids]
+        assert statuses == [200, 404]
 
 
 def test_a_shared_prefix_goes_to_the_server_that_has_it(router: str, two: Two) -> None:
