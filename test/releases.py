@@ -67,6 +67,7 @@ RUNS = (
     "test/server/test_nodes.py",
     "test/server/test_pictures.py",
     "test/server/test_replicas.py",
+    "test/server/test_replicas_apart.py",
     "test/server/test_rules_for_all.py",
     "test/server/test_serving.py",
     "test/server/test_streamed_calls.py",

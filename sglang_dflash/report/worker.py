@@ -35,7 +35,7 @@ class Report:
         clock: StepClock | None,
         dp_rank: int | None,
     ) -> None:
-        """clock: None if nothing is timed; dp_rank: the number of a replica, if there are several."""
+        """clock: None if nothing is timed; dp_rank: a number if there are several replicas."""
         self._server_args = server_args
         self._draft = draft
         self._options = options
