@@ -47,7 +47,7 @@ def watch_all(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
     launched.wait_for_ready = wait_for_all
     if hasattr(launched, "wait_for_completion"):  # SGLang 0.5.13.post1
         wait = launched.wait_for_completion
-        launched.wait_for_completion = lambda: _wait_for_any(wait, watched)
+        launched.wait_for_completion = lambda: _watch_and_end(wait, watched)
     else:
         wait = launched.block_until_scheduler_exits
         launched.block_until_scheduler_exits = lambda: _watch(wait, watched)
@@ -55,7 +55,7 @@ def watch_all(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 def _watch(wait: Callable[[], None], processes: list[Any]) -> None:
-    """Wait, while a watchdog ends this process if one of these dies."""
+    """Wait for these processes, and end this one, with an error, if one of them dies."""
     from sglang.srt.utils.watchdog import SubprocessWatchdog
 
     watchdog = SubprocessWatchdog(processes)
@@ -64,9 +64,11 @@ def _watch(wait: Callable[[], None], processes: list[Any]) -> None:
         wait()
     finally:
         watchdog.stop()
+    if any(process.exitcode != 0 for process in processes):
+        sys.exit("sglang-dflash: A scheduler of this machine died, so its launcher ends.")
 
 
-def _wait_for_any(wait: Callable[[], None], processes: list[Any]) -> None:
-    """The same, and end after it: SGLang would then serve HTTP, without a model."""
+def _watch_and_end(wait: Callable[[], None], processes: list[Any]) -> None:
+    """The same, and end in any case: SGLang would then serve HTTP, without a model."""
     _watch(wait, processes)
-    sys.exit("sglang-dflash: The schedulers of this machine have ended, so its launcher ends.")
+    sys.exit()
