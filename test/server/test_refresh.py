@@ -55,7 +55,7 @@ def answers_equal(server: Client, target: Path) -> bool:
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(1800)  # it trains, on a processor without vector units for many minutes
+@pytest.mark.timeout(3600)  # it trains, on a processor without vector units for many minutes
 def test_a_draft_follows_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,11 @@ from test.server.test_differential import COMPARED, check
 from test.servers import ALL_FEATURES, Client, running
 
 PROMPT = "def main(args):\n"
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.timeout(1200)
+IN_CI = "data_parallel_controller", "scheduler_DP1"
 
 
+@pytest.mark.ci
 def test_replicas_draw_apart() -> None:
     """Requests go to them in turn, so that both have seen as many when they draw."""
     with running("--dp-size", "2", dflash=True) as server:
@@ -29,11 +31,15 @@ def test_replicas_draw_apart() -> None:
         assert len({tuple(answer["output_ids"]) for answer in asked}) == 4
 
 
+@pytest.mark.ci
 def test_random_requests(reference: Client) -> None:
     with running(*ALL_FEATURES, "--dp-size", "2", dflash=True) as server:
         check(compare(16, range(COMPARED), reference.url, server.url), COMPARED)
 
 
-@pytest.mark.parametrize("title", REPLICAS)
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(t, marks=pytest.mark.ci if t in IN_CI else pytest.mark.full) for t in REPLICAS],
+)
 def test_the_death_of_a_process_ends_the_server(title: str) -> None:
     killed_part_of_replicas(title)
