@@ -31,7 +31,7 @@ def launched(*of_each: tuple[str, ...]) -> Iterator[list[ForkedServer]]:
         given = with_forks({**os.environ, **STRICT}, folder)
         servers = []
         for flags in of_each:
-            servers.append(ForkedServer([*releases.flags(*COMMON, *DFLASH, *flags)], given))
+            servers.append(ForkedServer(list(releases.flags(*COMMON, *DFLASH, *flags)), given))
             stack.callback(servers[-1].stop)
         for server in servers:
             stack.enter_context(server)
@@ -63,13 +63,13 @@ def ends(servers: Sequence[Server], processes: Sequence[psutil.Process], seconds
 
 
 @contextmanager
-def routed(*urls: str, flags: tuple[str, ...] = ()) -> Iterator[str]:
+def routed(*urls: str) -> Iterator[str]:
     """The URL of SGLang's own router in front of these servers."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--worker-urls", *urls, *flags]
+    command += ["--worker-urls", *urls]
     with TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("w") as file:
