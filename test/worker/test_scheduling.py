@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import DRAFT_AHEAD
@@ -52,6 +53,22 @@ def test_small_pool_retracts_and_finishes(target: str, draft: str, alone: Alone,
         assert [facts(req) for req in reqs] == expected
         engine.scheduler.flush_cache()
         assert engine.allocator.available_size() == free
+
+
+def test_a_pause_does_not_shut_waiting_requests_out(target: str, draft: str, alone: Alone) -> None:
+    """The first request fills the pool, and ends with its prefill. Then the server is paused."""
+    asked = [(prompt(30, 200), {"max_new_tokens": 1}), (prompt(31, 60), {"max_new_tokens": 20})]
+    expected = alone(asked)
+    with InProcess(target, draft, max_total_tokens=256) as engine:
+        first, second = (engine.add(ids, **options) for ids, options in asked)
+        engine.step()
+        assert first.finished()
+        assert engine.scheduler.waiting_queue == [second]
+        assert engine.scheduler.running_batch.batch_is_full
+        engine.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        engine.scheduler.continue_generation(ContinueGenerationReqInput())
+        engine.run(second, limit=100)
+        assert [facts(first), facts(second)] == expected
 
 
 def test_a_block_is_drafted_before_the_host_commits(

@@ -135,6 +135,12 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+        "BEFORE",
+        "engine.v0_5_13.hooks:admit_again",
+        "SGLang can leave an empty batch full, and then admits no request any more",
+    ),
+    Hook(
         "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         "AROUND",
         "engine.v0_5_13.hooks:tokens_for_next_decode",

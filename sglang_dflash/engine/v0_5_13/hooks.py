@@ -78,6 +78,16 @@ def token_ids_logprobs(
     return original(logprobs, named, *args, **kwargs)
 
 
+def admit_again(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `Scheduler._get_new_batch_prefill_raw`: a batch without requests is not full.
+
+    Only a request that leaves the running batch opens it again, and an empty one has none. So
+    SGLang would never admit the requests that wait. Newer releases do the same there.
+    """
+    if scheduler.running_batch.is_empty():
+        scheduler.running_batch.batch_is_full = False
+
+
 def tokens_for_next_decode(original: Any, batch: Any, selected_indices: Any = None) -> int:
     """AROUND `ScheduleBatch.new_tokens_required_next_decode`: as many as `Slots.reserve` takes.
 
