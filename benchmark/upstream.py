@@ -1,6 +1,6 @@
 """Shows defects of SGLang 0.5.23 and of its own DFLASH, with the bundled pair in fp32.
 
-docs/upstream.md says where each is in the source, and how it could be mended. A server without
+UPSTREAM.md says where each is in the source, and how it could be mended. A server without
 speculation gives the right answer, one request at a time, or the table below does. The program
 fails if a case does not differ any more, or if a server fails where it gave a wrong answer.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmark.upstream import CASES, FLAGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "upstream.md"
+PAGE = Path(__file__).parents[2] / "benchmark" / "UPSTREAM.md"
 
 
 def test_every_case_is_on_the_page() -> None:
