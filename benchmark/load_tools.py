@@ -63,8 +63,8 @@ class Measured:
 def own_client(load: Load, _: Path) -> Measured:
     settings = Settings(load.concurrency, load.max_tokens, 0.0, {}, ignore_eos=True)
     prompts = [Prompt("word", text) for text in load.prompts]
-    answers, seconds = answer_all(load.url, prompts, settings)
-    streamed = stream_all(load.url, prompts, settings)
+    answers, seconds = answer_all([load.url], prompts, settings)
+    streamed = stream_all([load.url], prompts, settings)
     tokens = sum(answer.tokens for answer in answers)
     gaps = [gap for answer in streamed for gap in answer.gaps]
     return Measured(

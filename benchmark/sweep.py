@@ -13,7 +13,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,15 @@ def accuracy(prompts: list[Prompt], answers: list[Answer]) -> float | None:
     return sum(right) / len(right) if right else None
 
 
-def timed_run(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, Any]:
-    """One repeat: whole answers to all prompts."""
-    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    answers, seconds = answer_all(url, prompts, settings)
+def flush(urls: Sequence[str]) -> None:
+    for url in urls:
+        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+
+
+def timed_run(urls: Sequence[str], prompts: list[Prompt], settings: Settings) -> dict[str, Any]:
+    """One repeat: whole answers to all prompts, of one server or a fleet."""
+    flush(urls)
+    answers, seconds = answer_all(urls, prompts, settings)
     tokens = sum(answer.tokens for answer in answers)
     row: dict[str, Any] = {
         "tok_s": round(tokens / seconds, 2),
@@ -104,10 +109,10 @@ def timed_run(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, 
     return row
 
 
-def latency(url: str, prompts: list[Prompt], settings: Settings) -> dict[str, float]:
+def latency(urls: Sequence[str], prompts: list[Prompt], settings: Settings) -> dict[str, float]:
     """Time to first token and between tokens, in ms. The tokens of a chunk share its gap."""
-    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    answers = stream_all(url, prompts, settings)
+    flush(urls)
+    answers = stream_all(urls, prompts, settings)
     times = {"ttft": [answer.first_s for answer in answers]}
     times["itl"] = [gap for answer in answers for gap in answer.gaps]
     return {
@@ -150,7 +155,7 @@ class Sweep:
 
     def __init__(self, args: argparse.Namespace, results: Results, console: Console) -> None:
         self._args, self._results, self._console = args, results, console
-        self._given = dict(side.split("=", 1) for side in args.base_url)
+        self._given: dict[str, list[str]] = dict(args.base_url)
         self._names = list(dict.fromkeys([*args.sides, *self._given]))
         self._sets = prompt_sets(args)
         self._rng = random.Random(args.seed)
@@ -194,20 +199,20 @@ class Sweep:
             started = ", ".join(side.name for side in together)
             self._console.print(f"Starting {started or 'nothing'}: {_shown(axes)}", highlight=False)
             with serving(together, failed) as servers:
-                self._points(self._given | {n: s.url for n, s in servers.items()}, todo)
+                self._points(self._given | {n: [s.url] for n, s in servers.items()}, todo)
 
-    def _points(self, urls: dict[str, str], todo: list[dict[str, Any]]) -> None:
+    def _points(self, urls: dict[str, list[str]], todo: list[dict[str, Any]]) -> None:
         """Measure all points of these servers, after a warm-up of each."""
         if not urls:
             return
         warm_up = settings_at(self._args, WARM_UP_PROMPTS, 0.0)
-        for url, prompts in itertools.product(urls.values(), self._sets.values()):
-            answer_all(url, prompts[:WARM_UP_PROMPTS], warm_up)
+        for url, prompts in itertools.product(itertools.chain(*urls.values()), self._sets.values()):
+            answer_all([url], prompts[:WARM_UP_PROMPTS], warm_up)
         for number, point in enumerate(todo, start=1):
             self._console.print(f"{number} of {len(todo)}: {_shown(point)}", highlight=False)
             self._point(urls, point)
 
-    def _point(self, urls: dict[str, str], point: dict[str, Any]) -> None:
+    def _point(self, urls: dict[str, list[str]], point: dict[str, Any]) -> None:
         """Measure all repeats of all sides at one point. The sides take turns in shuffled order.
 
         If a point is interrupted, its repeats so far are kept, and a later run measures it again.
@@ -254,6 +259,14 @@ def _shown(point: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in point.items() if value is not None)
 
 
+def given_side(text: str) -> tuple[str, list[str]]:
+    """A side's name, and the URLs of its servers."""
+    name, _, urls = text.partition("=")
+    if not name or not urls:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SIDE=URL")
+    return name, [url.rstrip("/") for url in urls.split(",")]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return text.split(",")
@@ -267,7 +280,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of none, builtin, ours, ngram, eagle3",
     )
     parser.add_argument(
-        "--base-url", action="append", default=[], metavar="SIDE=URL", help="a running server"
+        "--base-url",
+        action="append",
+        type=given_side,
+        default=[],
+        metavar="SIDE=URL[,URL...]",
+        help="a running server, or a fleet, whose servers share the requests of this side",
     )
     parser.add_argument(
         "--data",
