@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import requests
@@ -116,3 +118,31 @@ def is_kept(request: Request) -> bool:
         or "structural_tag" in sampling
         or body.get("min_tokens", 0) > body.get("max_tokens", 0)  # refused in the router's words
     )
+
+
+def described_replicas(server: Client) -> list[dict[str, Any]]:
+    """What a server says of each of its replicas, and the same of the first of them."""
+    info = requests.get(f"{server.url}/server_info", timeout=30).json()
+    described = [state["sglang_dflash"] for state in info["internal_states"]]
+    assert info["sglang_dflash"] == described[0]
+    return described
+
+
+def assert_each_counts_its_steps(server: Client) -> None:
+    """The steps of an answer are counted by the replica that gave it, of two, and by no other."""
+    before = steps_by_replica(server)
+    for replica in ("0", "1"):
+        body = {"text": "def main(args):\n", "routed_dp_rank": int(replica)}
+        answer = server.post("/generate", body | {"sampling_params": {"temperature": 0}}).json()
+        assert answer["meta_info"]["dp_rank"] == int(replica)
+        after = steps_by_replica(server)
+        counted = {key: after[key] - before.get(key, 0) for key in after}
+        assert counted[replica] == answer["meta_info"]["spec_verify_ct"]
+        assert sum(counted.values()) == counted[replica]
+        before = after
+
+
+def steps_by_replica(server: Client) -> dict[str, float]:
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r'^sglang:spec_verify_steps_total\{.*dp_rank="(\d)".*\} (\S+)$', text, re.M)
+    return {replica: float(count) for replica, count in found}

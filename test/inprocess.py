@@ -36,6 +36,8 @@ from sglang.srt.model_executor import input_buffers
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from sglang_dflash.seam.flags import attention_tp_size
+from sglang_dflash.seam.patched import temporarily
 from sglang_dflash.tools.launch import free_port
 
 _ids = itertools.count()
@@ -83,12 +85,16 @@ class InProcess:
         args.setdefault("disable_overlap_schedule", True)
         self.server_args = ServerArgs(model_path=model_path, **args)
         self.server_args.check_lora_server_args()  # `launch_server` calls it; it reads the adapters
-        ports = PortArgs.init_new(self.server_args)
+        with temporarily(self.server_args, enable_dp_attention=False):  # else for several machines
+            ports = PortArgs.init_new(self.server_args)
         ports.nccl_port = nccl_port or free_port()
         self._sinks = zmq.Context()  # where a server's other processes would listen
         for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
             self._sinks.socket(zmq.PULL).bind(name)
-        ranks = (0, tp_rank, 0, 0, 0, 0, None)
+        replica = None
+        if self.server_args.enable_dp_attention:
+            replica = tp_rank // attention_tp_size(self.server_args)
+        ranks = (0, tp_rank, 0, 0, 0, 0, replica)
         configure_scheduler_process(self.server_args, *ranks)
         try:
             self.scheduler = Scheduler(self.server_args, ports, *ranks)

@@ -9,16 +9,23 @@ from typing import Any
 SECONDS = 500  # until a rank has its result
 
 
-def on_two_ranks(work: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
-    """The results of `work(rank, *given)` of both ranks. `work` is a function of a module."""
-    context = multiprocessing.get_context("spawn")
+def on_two_ranks(work: Callable[..., Any], *given: Any, method: str = "spawn") -> tuple[Any, Any]:
+    """The results of `work(rank, *given)` of both ranks. `work` is a function of a module.
+
+    Raises what a rank raises.
+    """
+    context: Any = multiprocessing.get_context(method)
     results = context.Queue()
     process = context.Process(target=_both, args=(work, given, results))
     process.start()
     try:
-        found = dict(results.get(timeout=SECONDS) for _ in range(2))
-    finally:
+        found = {}
+        for _ in range(2):
+            rank, found[rank] = results.get(timeout=SECONDS)
+            if isinstance(found[rank], Exception):
+                raise found[rank]
         process.join(timeout=20)
+    finally:
         process.kill()  # the other rank ends with it
     return found[0], found[1]
 
@@ -33,4 +40,8 @@ def _both(work: Callable[..., Any], given: tuple[Any, ...], results: Any) -> Non
 
 
 def _one(work: Callable[..., Any], rank: int, given: tuple[Any, ...], results: Any) -> None:
-    results.put((rank, work(rank, *given)))
+    try:
+        results.put((rank, work(rank, *given)))
+    except Exception as error:
+        results.put((rank, error))
+        raise

@@ -16,6 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 FEW = 32  # up to so many queries, all heads of a KV head are computed in one product
@@ -89,7 +90,8 @@ def queries_of(forward_batch: ForwardBatch) -> list[int]:
     requests = forward_batch.batch_size
     if forward_batch.forward_mode.is_target_verify():
         block = forward_batch.spec_info  # SGLang's own has the same width in every request
-        return list(getattr(block, "lens", [block.draft_token_num] * requests))
+        lens = list(getattr(block, "lens", []))  # with DP attention, padded requests come after
+        return lens + [block.draft_token_num] * (requests - len(lens))
     if forward_batch.forward_mode.is_decode():
         return [1] * requests
     return list(forward_batch.extend_seq_lens_cpu)
@@ -102,8 +104,14 @@ class TorchAttention(TorchNativeAttnBackend):
         super().__init__(runner)
         self._latent = isinstance(self.token_to_kv_pool, MLATokenToKVPool)
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The context of a padded request, with DP attention."""
+        return 0
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_idle():  # its layers are skipped
+            return
         queries, lengths = queries_of(forward_batch), forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_target_verify():  # the block comes after
             lengths = [p + q for p, q in zip(lengths, queries, strict=True)]
@@ -134,7 +142,8 @@ class TorchAttention(TorchNativeAttnBackend):
             to = forward_batch.out_cache_loc
             self.token_to_kv_pool.set_kv_buffer(layer, to, k, v, *scales, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
-        query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
+        tokens = sum(segment.queries for segment in self._segments)
+        query = q[:tokens].view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
         query = query.flatten(1, 2).unsqueeze(0)  # [1, kv_heads, n * groups, D]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
@@ -156,7 +165,8 @@ class TorchAttention(TorchNativeAttnBackend):
             attended.append(some)
         output = torch.cat(attended, dim=2)[0]  # [kv_heads, n * groups, D_v]
         heads: Tensor = output.unflatten(1, (-1, groups))
-        return heads.transpose(0, 1).flatten(1)
+        padded_rows = len(q) - tokens  # with DP attention
+        return pad(heads.transpose(0, 1).flatten(1), (0, 0, 0, padded_rows))
 
     forward_decode = forward_extend
 

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.seam.flags import is_dflash
+from sglang_dflash.seam.flags import attention_tp_size, is_dflash
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _bytes_bound(server_args: Any) -> int:
 
     config = server_args.get_model_config()
     if config.attention_arch == AttentionArch.MLA:  # every rank keeps the whole latent vector
-        values = server_args.tp_size * (config.kv_lora_rank + config.qk_rope_head_dim)
+        values = attention_tp_size(server_args) * (config.kv_lora_rank + config.qk_rope_head_dim)
     else:
         values = config.get_total_num_kv_heads() * (config.head_dim + config.v_head_dim)
     itemsize = KV_ITEMSIZE.get(server_args.kv_cache_dtype, config.dtype.itemsize)

@@ -54,7 +54,7 @@ class _Unpinned(TorchFunctionMode):
 
 
 def without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND what LoRA pins. To pin memory, torch needs a GPU's driver."""
+    """AROUND what LoRA and DP attention pin. To pin memory, torch needs a GPU's driver."""
     with _Unpinned():
         return original(*args, **kwargs)
 

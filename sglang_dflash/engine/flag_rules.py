@@ -17,7 +17,7 @@ from sglang_dflash.settings.facts import Facts
 from sglang_dflash.settings.options import given_flags
 from sglang_dflash.settings.platforms import PLATFORMS
 
-TOGETHER = "SGLang then plans each step for all ranks together, which a block does not support"
+TOGETHER = "blocks have not been compared with such a division of experts and MLPs"
 ONE_STEP = "it puts prefill and decode into one step, and here they are separate"
 FLASHINFER_GDN = "its kernel that verifies a block has not been compared with this package"
 
@@ -90,12 +90,6 @@ FLAGS = (
         (False,),
         "each rank then has the hidden states of a part of the prompt",
         "Leave it out.",
-    ),
-    Flag(
-        "enable_dp_attention",
-        (False,),
-        "ranks without requests must run the same forwards, which a block does not support",
-        "Use tensor parallelism instead.",
     ),
     Flag(
         "pp_size",
@@ -352,7 +346,9 @@ RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "`--nccl-port` with `--dp-size`",
-        lambda f: f.args.dp_size > 1 and f.args.nccl_port is not None,
+        lambda f: (
+            f.args.dp_size > 1 and not f.args.enable_dp_attention and f.args.nccl_port is not None
+        ),
         "--nccl-port {f.args.nccl_port} is one port, and each of --dp-size {f.args.dp_size} "
         "replicas needs its own.",
         "Leave --nccl-port out.",

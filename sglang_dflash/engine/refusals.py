@@ -14,7 +14,7 @@ from sglang_dflash.engine import draft_rules, flag_rules, target_rules
 from sglang_dflash.errors import Refusal, Rule, refuse
 from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.step.reservation import GRAIN, ceil_align, longest
-from sglang_dflash.targets import host_cache, hybrid, kv_dtype, lora
+from sglang_dflash.targets import dp_attention, host_cache, hybrid, kv_dtype, lora
 
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 # All rules, for docs/limits.md.
@@ -24,6 +24,7 @@ FLAGS: tuple[Rule[Any], ...] = (
     *draft_rules.FIRST,
     *hybrid.STRATEGY_RULES,
     *host_cache.RULES,
+    *dp_attention.RULES,
     kv_dtype.FP4,
     *kv_dtype.RULES,
 )
@@ -35,6 +36,7 @@ TARGETS: tuple[Rule[Any], ...] = (
     *hybrid.RULES,
     *kv_dtype.LOADED_RULES,
     *lora.RULES,
+    *dp_attention.LOADED_RULES,
 )
 DRAFTS: tuple[Rule[Any], ...] = (*draft_rules.RULES, *draft_rules.LOADED_RULES)
 
@@ -59,6 +61,7 @@ def check_target(facts: DraftFacts) -> None:
     refuse(target_rules.RULES, facts)
     hybrid.check_states_are_replayed(facts)
     host_cache.check_host_cache(facts)
+    dp_attention.check_dp_attention(facts)
     refuse(target_rules.CLASS_RULES, facts)
 
 

@@ -13,6 +13,7 @@ from sglang_dflash.checkpoint.formats import speculators
 from sglang_dflash.checkpoint.served import draft_config, served_draft
 from sglang_dflash.engine import draft_rules, flag_rules, refusals
 from sglang_dflash.errors import Refusal, refuse
+from sglang_dflash.seam.flags import attention_tp_size
 from sglang_dflash.settings.block_size import longest_block
 from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.settings.options import Options
@@ -98,10 +99,10 @@ def serve_draft(server_args: Any) -> DraftFacts:
         ropes = {f"theta {rope.theta:g}, scaling {rope.scaling}" for rope in draft.rope}
         logger.info(OVERRIDES, "; ".join(sorted(ropes)))
     if server_args.max_running_requests is None:
-        server_args.max_running_requests = MAX_RUNNING_REQUESTS
-        logger.info(
-            "DFLASH: --max-running-requests %d; give the flag to change it.", MAX_RUNNING_REQUESTS
-        )
+        # SGLang divides it among the replicas of one target.
+        replicas = server_args.tp_size // attention_tp_size(server_args)
+        server_args.max_running_requests = default = MAX_RUNNING_REQUESTS * replicas
+        logger.info("DFLASH: --max-running-requests %d; give the flag to change it.", default)
     return facts
 
 

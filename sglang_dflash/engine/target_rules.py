@@ -39,7 +39,7 @@ def _misfit(facts: DraftFacts) -> Refusal | None:
 
 
 def _unsplit_heads(facts: DraftFacts) -> str:
-    ranks, draft = facts.args.tp_size, facts.draft
+    ranks, draft = facts.attention_tp, facts.draft
     for kind, count in (("attention", draft.num_heads), ("KV", draft.num_kv_heads)):
         if count % ranks and ranks % count:
             return f"{count} {kind}"
@@ -88,8 +88,9 @@ FIT: tuple[Rule[DraftFacts], ...] = (
     Rule(
         "`--tp` that does not divide the draft's heads",
         _unsplit_heads,
-        "The draft's {found} heads cannot be split over --tp {f.args.tp_size}.",
-        "Give a --tp that divides them.",
+        "The draft's {found} heads cannot be split over {f.attention_tp} ranks of --tp "
+        "{f.args.tp_size}.",
+        "Give a --tp (with DP attention, --tp / --dp-size) that divides them.",
     ),
 )
 RULES: tuple[Rule[DraftFacts], ...] = (

@@ -15,6 +15,12 @@ def is_dflash(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == "DFLASH"
 
 
+def attention_tp_size(server_args: Any) -> int:
+    """Ranks among which the attention of a target is divided, and its draft."""
+    replicas = server_args.dp_size if server_args.enable_dp_attention else 1
+    return int(server_args.tp_size // replicas)
+
+
 def names_no_other(server_args: Any, *_: Any, **__: Any) -> bool:
     """Whether these server arguments ask for DFLASH or for no speculation."""
     return server_args.speculative_algorithm is None or is_dflash(server_args)

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.tensors import Tensors
+from sglang_dflash.seam.flags import attention_tp_size
 from sglang_dflash.settings.options import asked_ahead, asked_width, has_adapters
 from sglang_dflash.settings.platforms import Platform, platform_of, verify_backend
 
@@ -30,6 +31,10 @@ class Facts:
     @property
     def adapters(self) -> bool:
         return has_adapters(self.args)
+
+    @property
+    def attention_tp(self) -> int:
+        return attention_tp_size(self.args)
 
     @property
     def verify_width(self) -> str:

@@ -168,7 +168,8 @@ class Options:
 
 def asked_width(server_args: Any) -> str:
     """The verify width as it is given, or its default."""
-    return _asked(VERIFY_WIDTH, platform_of(server_args).verify_width)
+    default = "full" if server_args.enable_dp_attention else platform_of(server_args).verify_width
+    return _asked(VERIFY_WIDTH, default)
 
 
 def asked_ahead(server_args: Any) -> str:

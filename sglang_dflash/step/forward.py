@@ -31,6 +31,7 @@ class VerifyInput(SpecInput):
         super().__init__(SpecInputType.DFLASH_VERIFY)
         assert self.block.parents is None, "SGLang's backends verify chains"
         self.draft_token_num = self.num_tokens_per_batch = self.block.width
+        self.num_tokens_per_req = self.block.width
         self.draft_token = self.block.flatten(self.block.token_ids)  # [T]
         self.positions = self.block.flatten(self.block.positions)  # [T]
         self.out_cache_loc = self.block.flatten(self.block.slots)  # [T]

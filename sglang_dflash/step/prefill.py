@@ -61,7 +61,9 @@ class Prefill:
         if batch.return_logprob:
             self._logprobs.after_prefill(batch, output, first)
         copy = HostCopy(first)
-        positions = forward_batch.positions.long()
+        count = len(batch.out_cache_loc)  # with DP attention, the forward has padding after these
+        positions = forward_batch.positions[:count].long()
+        output.hidden_states = output.hidden_states[:count]
         self._context_kv.write(output.hidden_states, positions, batch.out_cache_loc)
         if self._context_kv.keeps_last:
             last = forward_batch.extend_seq_lens.cumsum(0) - 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from sglang_dflash.kernels import Kernels
@@ -86,10 +89,15 @@ class Drafter:
             seq_lens, seq_lens_cpu = self._window.lens(rows, seq_lens, seq_lens_cpu)
         verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)
         forward = verify_input.forward_batch(rows, seq_lens, seq_lens_cpu)
-        packed: Tensor = self._runner.forward(forward).logits_output.hidden_states
+        packed: Tensor = self._run(forward).hidden_states
         requests = len(rows)
         drafts = self._block_size - 1
         return packed[: requests * drafts].view(requests, drafts, *packed.shape[1:])
+
+    def _run(self, forward: ForwardBatch) -> LogitsProcessorOutput:
+        """Run it on the ranks that have these requests. With DP attention, others have others."""
+        with draft_tp_context(get_attn_tp_group()):
+            return self._runner.forward(forward).logits_output
 
     def dry_run(self, rows: Tensor, seq_lens: Tensor, seq_lens_cpu: Tensor) -> None:
         """Run the draft's forward on dummy slots, to time it."""
@@ -98,4 +106,4 @@ class Drafter:
         masked = Block(dummy, positions, dummy)
         verify_input = VerifyInput(masked, CaptureHiddenMode.NULL)
         forward = verify_input.forward_batch(rows, seq_lens, seq_lens_cpu)
-        self._runner.forward(forward)
+        self._run(forward)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
@@ -79,7 +79,7 @@ class TargetSampler:
         self._noise = noise
         self._rules = rules
         self._kernels = kernels
-        self._group = get_tp_group()
+        self._group = get_attn_tp_group()  # the ranks that have these requests
 
     def __call__(self, logits: Tensor, asked: SamplingInput, positions: Tensor) -> Tensor:
         """Draw the token after every position: [T] int64, equal on all ranks.

@@ -178,6 +178,18 @@ class Verifier:
         vars(view).update(PREFILL_ONLY_FIELDS)
         return self._target.forward_batch_generation(view, is_verify=True)
 
+    def idle(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Take part in a forward of other replicas without a request in it (DP attention).
+
+        If they verify, they verify whole blocks.
+        """
+        view = shallow_view(batch)
+        if not batch.is_extend_in_batch:
+            width = self._runner.server_args.speculative_num_draft_tokens
+            empty = torch.empty(0, width, dtype=torch.int64, device=self._target.device)
+            view.spec_info = VerifyInput(Block(empty, empty, empty))
+        return self._target.forward_batch_generation(view, is_verify=True)
+
     def _simulated(self, batch: ScheduleBatch, block: Block) -> Tensor:
         """The number of drafts that SGLANG_SIMULATE_ACC_LEN accepts per request, [B] int64.
 

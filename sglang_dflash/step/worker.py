@@ -91,6 +91,9 @@ class DFlashWorker:
         Inference mode is not used. SGLang's buffers outlive a call and are also written outside of
         it, and its prefill graphs were compiled without inference mode.
         """
+        if batch.forward_mode.is_idle():
+            self._leave_verify()
+            return self.verifier.idle(batch)
         return self._extend(batch) if batch.forward_mode.is_extend() else self._decode(batch)
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:

@@ -2,9 +2,9 @@
 
 A server has them only with `--speculative-dflash-features`, and of requests that ask for them. Such
 a request shares no prefix of the radix cache, so each of its tokens is computed, and joins the
-context of the draft in a prefill, a chunk of one, or a verify. The first rank of the target's
-tensor parallelism takes the states there. The last token of an answer is in no file unless it was
-an accepted draft: the target never reads it.
+context of the draft in a prefill, a chunk of one, or a verify. The first rank of each
+replica takes the states there. The last token of an answer is in no file unless it was an accepted
+draft: the target never reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILE_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)  # of a request's id
 WAITING = 16  # requests whose files are not written yet, at most
 NOT_WRITTEN = "The features of request %s are not written: %s"
 PATIENCE = 30  # seconds for the oldest of them
-_asked = itertools.count()  # all ranks see the same requests in the same order
+_asked = itertools.count()  # all ranks of a replica see the same requests in the same order
 
 
 class Taken:

@@ -57,8 +57,11 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
     return server.server.status
 
 
-def _killed(name: str, *flags: str, named: str | None = None) -> None:
-    """named: what SGLang calls this process, if it is not its title."""
+def killed(name: str, *flags: str, named: str | None = None) -> None:
+    """A process of a server with these flags is killed, and the server ends.
+
+    named: what SGLang calls this process, if it is not its title.
+    """
     with doomed(*flags) as server:
         asked, family = questions(server, random.Random(1), 4), processes(server)
         load = Load(server, asked, 1)
@@ -74,18 +77,18 @@ def _killed(name: str, *flags: str, named: str | None = None) -> None:
 
 def killed_scheduler() -> None:
     """A killed scheduler ends the server, and the log says so."""
-    _killed("scheduler")
+    killed("scheduler")
 
 
 def killed_detokenizer() -> None:
     """A killed detokenizer ends the server, and the log says so."""
-    _killed("detokenizer")
+    killed("detokenizer")
 
 
 def killed_scheduler_of_workers() -> None:
     """So does one whose server has other processes for HTTP, of uvicorn or of Granian."""
-    _killed("scheduler", "--tokenizer-worker-num", "2")
-    _killed("scheduler", "--enable-http2")
+    killed("scheduler", "--tokenizer-worker-num", "2")
+    killed("scheduler", "--enable-http2")
 
 
 REPLICAS = {  # titles of a server's processes, and what SGLang calls them
@@ -98,7 +101,7 @@ REPLICAS = {  # titles of a server's processes, and what SGLang calls them
 
 def killed_part_of_replicas(title: str) -> None:
     """So does any process of a server of two replicas."""
-    _killed(title, "--dp-size", "2", named=REPLICAS[title])
+    killed(title, "--dp-size", "2", named=REPLICAS[title])
 
 
 def killed_replicas() -> None:
@@ -113,7 +116,7 @@ def killed_detokenizer_with_a_dump() -> None:
     SGLang waits for core dumps if a scheduler lives.
     """
     with TemporaryDirectory() as folder:
-        _killed("detokenizer", "--crash-dump-folder", folder)
+        killed("detokenizer", "--crash-dump-folder", folder)
         [dump] = Path(folder).glob("*/crash_dump_*.pkl")
         requests_of = pickle.loads(dump.read_bytes())["requests"]
     assert len(requests_of) > 0

@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.engine.v0_5_13 import draft_worker
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
-from sglang_dflash.settings.options import DRAFT_AHEAD, Options
+from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
 from sglang_dflash.targets import kv_dtype
 from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
@@ -273,6 +273,46 @@ def test_refused_kv(
     draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
 ) -> None:
     check_refusal(words, write_kind(tmp_path, kind), draft, **given)
+
+
+REPLICAS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
+WITH_ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
+REFUSED_REPLICAS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("hybrid", {}, ["recurrent states", "Leave --enable-dp-attention out"]),
+    ("MLA", {"speculative_dflash_block_size": 5}, ["5 tokens", "2 ranks", "block-size"]),
+    ("dense", WITH_ADAPTERS, ["LoRA", "Leave --enable-dp-attention out"]),
+    ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave one"]),
+    (
+        "dense",
+        {"enable_dp_attention_local_control_broadcast": True},
+        ["new weights of the draft", "Leave it out"],
+    ),
+    ("MoE", {"expert_distribution_recorder_mode": "stat"}, ["recorder of experts", "Leave"]),
+    ("MoE", {"enable_expert_distribution_metrics": True}, ["recorder of experts", "Leave"]),
+    ("MoE", {"moe_runner_backend": "flashinfer_cutlass"}, ["hidden states", "Add --disable"]),
+    ("dense", {"enforce_piecewise_cuda_graph": True}, ["by itself", "Leave it out"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_REPLICAS, ids=str)
+def test_refused_replicas(
+    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
+) -> None:
+    check_refusal(words, write_kind(tmp_path, kind), draft, **REPLICAS | given)
+
+
+@of_kinds("MLA")
+def test_replicas(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All verify whole blocks, and each has all of the vocabulary."""
+    given = arguments(target, draft, **REPLICAS)
+    assert given.enable_dp_lm_head
+    assert Options.read(given).verify_widths == (BLOCK,)
+    assert given.max_running_requests == 2 * 48
+    for width in ("auto", "4"):
+        monkeypatch.setenv(VERIFY_WIDTH, width)
+        check_refusal(
+            [f"{width} does not work", "one width", "Give full"], target, draft, **REPLICAS
+        )
 
 
 HOST = {"enable_hierarchical_cache": True}

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import requests
 from selenium import webdriver
 from selenium.webdriver.support.wait import WebDriverWait
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.watch.page import PAGE
+from test.fleet import assert_each_counts_its_steps, described_replicas, steps_by_replica
 from test.server.browsers import SECONDS, Page, needs_browser
 from test.servers import Client, running
 
@@ -29,31 +29,14 @@ def server() -> Iterator[Client]:
 
 def test_the_server_describes_each(server: Client) -> None:
     """By its number, and the server by the first of them."""
-    info = requests.get(f"{server.url}/server_info", timeout=30).json()
-    described = [state["sglang_dflash"] for state in info["internal_states"]]
+    described = described_replicas(server)
     assert [each["dp_rank"] for each in described] == [0, 1]
-    assert info["sglang_dflash"] == described[0]
     assert {each["block_size"] for each in described} == {16}
 
 
 def test_metrics_count_each(server: Client) -> None:
     """Steps have the label of the replica that ran them."""
-    before = steps_by_replica(server)
-    for replica in ("0", "1"):
-        body = {"text": PROMPT, "routed_dp_rank": int(replica)}
-        answer = server.post("/generate", body | {"sampling_params": {"temperature": 0}}).json()
-        assert answer["meta_info"]["dp_rank"] == int(replica)
-        after = steps_by_replica(server)
-        counted = {key: after[key] - before.get(key, 0) for key in after}
-        assert counted[replica] == answer["meta_info"]["spec_verify_ct"]
-        assert sum(counted.values()) == counted[replica]
-        before = after
-
-
-def steps_by_replica(server: Client) -> dict[str, float]:
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
-    found = re.findall(r'^sglang:spec_verify_steps_total\{.*dp_rank="(\d)".*\} (\S+)$', text, re.M)
-    return {replica: float(count) for replica, count in found}
+    assert_each_counts_its_steps(server)
 
 
 @needs_browser

@@ -43,7 +43,6 @@ FLAGS: dict[str, Any] = {
     "speculative_draft_window_size": 4,
     "max_total_tokens": 63,
     "attention_backend": "triton",
-    "enable_dp_attention": True,
     "attn_cp_size": 2,
     "moe_a2a_backend": "deepep",
     "moe_dense_tp_size": 1,
@@ -70,8 +69,6 @@ def from_command_line(*command: str) -> ServerArgs:
 def test_flags(target: str, draft: str, flag: str) -> None:
     """Each refusal names the flag or its wrong value, and the fix."""
     changes = {flag: FLAGS[flag]}
-    if flag == "enable_dp_attention":
-        changes |= {"tp_size": 2, "dp_size": 2}
     if flag == "attn_cp_size":
         changes |= {"tp_size": 2, "moe_dp_size": 2}
     with pytest.raises(Refusal) as caught:

@@ -46,6 +46,36 @@ CPU_HOOKS = (
         "no CPU branch",
     ),
     Hook(
+        "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+        "REPLACE",
+        "cpu.v0_5_13.dp_attention:gather_into",
+        "registered for GPUs only",
+    ),
+    Hook(
+        "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor",
+        "REPLACE",
+        "cpu.v0_5_13.dp_attention:scatter_sum",
+        "registered for GPUs only",
+    ),
+    Hook(
+        "layers.dp_attention.memcpy_triton",
+        "REPLACE",
+        "cpu.v0_5_13.dp_attention:copy_rows",
+        "Triton kernel",
+    ),
+    Hook(
+        "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+        "AROUND",
+        "cpu.v0_5_13.dp_attention:divided_heads",
+        "divides heads by all ranks",
+    ),
+    Hook(
+        "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
+        "AROUND",
+        "cpu.shims:without_pinning",
+        "pins memory",
+    ),
+    Hook(
         "server_args.ServerArgs._handle_cpu_backends",
         "BEFORE",
         "cpu.v0_5_13.shims:default_backend",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.layers.dp_attention import get_attention_tp_rank
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -38,6 +39,7 @@ from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.verify import Verifier
 from sglang_dflash.step.window import DraftWindow
 from sglang_dflash.step.worker import DFlashWorker
+from sglang_dflash.targets.dp_attention import check_loaded_parts
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
 from sglang_dflash.targets.recurrent_states import states_of
@@ -60,7 +62,9 @@ def build_worker(
     check_loaded_kv(server_args, target)
     check_loaded_adapters(server_args, target.model)
     check_loaded_head(server_args, target.model)
+    check_loaded_parts(server_args, target.model)
     options: Options = server_args.dflash
+    first_rank = get_attention_tp_rank() == 0  # of this replica
     platform = platform_of(server_args)
     kernels, clock = Kernels.on(target_worker.device), StepClock(platform.queues_work)
     pool, allocator = target_worker.get_memory_pool()
@@ -124,15 +128,18 @@ def build_worker(
             verify_width,
             target_worker.model_config.context_len,
             exact_lengths=exact_lengths,
-            plans=verify_backend(server_args) != "flashinfer" and not lacks_adapters,
+            # With DP attention, only SGLang's own batch knows the sizes of the other replicas.
+            plans=verify_backend(server_args) != "flashinfer"
+            and not lacks_adapters
+            and not server_args.enable_dp_attention,
         )
     context_observers: list[ContextObserver] = []
-    if options.features is not None and rank["tp_rank"] == 0:
+    if options.features is not None and first_rank:
         num_features = len(draft_config(server_args).target_layer_ids)
         context_observers.append(FeatureFiles(options.features, num_features, target.model))
     report = Report(server_args, draft, options, clock, rank["dp_rank"])
     report.observers += [RequestCounts(), StepLog(keep_in_histogram)]
-    if rank["tp_rank"] == 0:
+    if first_rank:
         report.begin()
     _keep_block_in_pool(target_worker, options.reserved_tokens)
     return DFlashWorker(

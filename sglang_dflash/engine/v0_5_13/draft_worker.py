@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.server_args import (
@@ -12,6 +13,7 @@ from sglang.srt.server_args import (
     get_global_server_args,
     set_global_server_args_for_scheduler,
 )
+from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.kernels import Kernels
@@ -38,20 +40,24 @@ def make_draft_worker(
     args = draft_server_args(server_args, config.context_len, config.dtype)
     saved = get_global_server_args()
     try:
-        worker = TpModelWorker(
-            server_args=args,
-            pp_rank=0,
-            is_draft_worker=True,
-            req_to_token_pool=pool,
-            token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
-            memory_pool_config=target.model_runner.memory_pool_config,
-            **rank,
-        )
-        width = args.speculative_num_draft_tokens
-        worker.model_runner.model.bind(target.model_runner.model, kernels, return_probs, width)
-        worker.model_runner.model.keep(noise)
-        args.disable_cuda_graph = server_args.disable_cuda_graph
-        worker.model_runner.init_device_graphs()
+        # With DP attention, the ranks of a replica share its draft, and no others.
+        with draft_tp_context(get_attn_tp_group()):
+            worker = TpModelWorker(
+                server_args=args,
+                pp_rank=0,
+                is_draft_worker=True,
+                req_to_token_pool=pool,
+                token_to_kv_pool_allocator=target.model_runner.token_to_kv_pool_allocator,
+                memory_pool_config=target.model_runner.memory_pool_config,
+                **rank,
+            )
+            width = args.speculative_num_draft_tokens
+            worker.model_runner.model.bind(target.model_runner.model, kernels, return_probs, width)
+            worker.model_runner.model.keep(noise)
+            args.disable_cuda_graph = server_args.disable_cuda_graph
+            # Its graphs do not depend on other replicas. Its share of requests and KV does.
+            args.enable_dp_attention = False
+            worker.model_runner.init_device_graphs()
     finally:
         set_global_server_args_for_scheduler(saved)
     return worker

@@ -135,6 +135,12 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "model_executor.model_runner.ModelRunner.forward_idle",
+        "BEFORE",
+        "engine.v0_5_13.hooks:without_plan",
+        "backends take the block of an idle replica for a tree of EAGLE",
+    ),
+    Hook(
         "managers.scheduler.Scheduler._get_new_batch_prefill_raw",
         "BEFORE",
         "engine.v0_5_13.hooks:admit_again",

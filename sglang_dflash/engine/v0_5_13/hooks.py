@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.checkpoint.config import DFlashConfig
 from sglang_dflash.checkpoint.served import draft_config
 from sglang_dflash.engine.capture import capture
 from sglang_dflash.model.target_parts import logits_processor
+from sglang_dflash.seam.flags import attention_tp_size
 from sglang_dflash.settings.platforms import platform_of
 
 
@@ -122,7 +124,7 @@ def _draft_bytes_per_token(runner: Any) -> int:
     if runner.is_draft_worker:
         return 0
     draft = draft_config(runner.server_args)
-    heads: int = max(1, draft.num_kv_heads // runner.tp_size)
+    heads: int = max(1, draft.num_kv_heads // attention_tp_size(runner.server_args))
     return draft.kv_bytes_per_token(runner.dtype.itemsize) * heads // draft.num_kv_heads
 
 
@@ -145,3 +147,11 @@ def cell_size_is_counted(*, target_cell_size_per_token: int, **_: Any) -> int:
 def verify_without_mask(attn_backend: Any) -> tuple[str, bool]:
     """REPLACE `resolve_dflash_verify_mask_policy`: the backends verify a chain causally."""
     return type(attn_backend).__name__, False
+
+
+def without_plan(_: Any, forward_batch: ForwardBatch, *__: Any, **___: Any) -> None:
+    """BEFORE `ModelRunner.forward_idle`, where backends plan a block as a tree of EAGLE.
+
+    The block has said how many rows of padding there are, and attention layers skip them all.
+    """
+    forward_batch.spec_info, forward_batch.batch_size = None, 0

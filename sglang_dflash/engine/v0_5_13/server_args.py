@@ -18,6 +18,8 @@ PREFILL_GRAPHS = (
     "DFLASH turns piecewise CUDA graphs off, because SGLang stores no recurrent states in them."
 )
 
+LM_HEAD = "DFLASH turns --enable-dp-lm-head on, because a replica drafts alone."
+
 
 def handle_dflash(server_args: ServerArgs) -> None:
     """REPLACE `speculative_hook._handle_dflash`; raises `Refusal` for what cannot be served."""
@@ -34,5 +36,8 @@ def handle_dflash(server_args: ServerArgs) -> None:
     if server_args.enable_mamba_extra_buffer() and not server_args.disable_piecewise_cuda_graph:
         logger.info(PREFILL_GRAPHS)
         server_args.disable_piecewise_cuda_graph = True
+    if server_args.enable_dp_attention and not server_args.enable_dp_lm_head:
+        logger.info(LM_HEAD)
+        server_args.enable_dp_lm_head = True
     # A weight update never contains the draft's weights, so a memory release needs a copy of them.
     server_args.enable_draft_weights_cpu_backup = server_args.enable_memory_saver

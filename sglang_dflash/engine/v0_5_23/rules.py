@@ -43,6 +43,7 @@ NEW_FLAGS = (
             "enable_paged_experts",
             "enable_http_worker_reuseport",
             "smg_grpc_mode",
+            "enable_dp_attention",
         )
     ),
     _flag("speculative_draft_sink_size", None),

@@ -38,8 +38,9 @@ def environment(folder: Path) -> dict[str, str]:
 def pretend() -> None:
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # as all else here
     sys.setdlopenflags(os.RTLD_LAZY)  # the driver's functions are neither called nor looked up
-    from test.rehearsal.device import compiled, cuda, kernels
+    from test.rehearsal.device import compiled, cuda, kernels, nccl
 
     cuda.pretend()
     kernels.pretend()
     compiled.pretend()
+    nccl.pretend()

@@ -186,7 +186,6 @@ def pretend() -> None:
     module_of, of_torch = torch.get_device_module, cast(Any, torch)
     of_torch.get_device_module = lambda device=None: module_of(device or "cuda")
     _pretend_tensors()
-    _pretend_nccl()
     mode: Any = memory.DeviceMode
     mode().__enter__()
 
@@ -286,21 +285,3 @@ def _default_device() -> torch.device | None:
     """The device of a `with torch.device(..)`."""
     modes = _get_current_function_mode_stack()
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def _pretend_nccl() -> None:
-    """With one rank, gloo can make the groups."""
-    distributed: Any = torch.distributed
-    for name in ("init_process_group", "new_group"):
-        original = getattr(distributed, name)
-
-        def with_gloo(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-            kwargs.pop("device_id", None)
-            kwargs.pop("pg_options", None)
-            if kwargs.get("backend") is not None:
-                kwargs["backend"] = "gloo"
-            elif args and args[0] == "nccl":
-                args = ("gloo", *args[1:])
-            return original(*args, **kwargs)
-
-        setattr(distributed, name, with_gloo)
