@@ -335,6 +335,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that must be equal to continue a file. Paths count by their last part."""
     told = {key: value for key, value in vars(args).items() if key != "out"}
+    told["base_url"] = dict(args.base_url)  # as JSON gives it back
     told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
     untold = {"model", "draft", "families", "eagle3"} | (set() if args.apart else {"apart"})
     return {key: value for key, value in told.items() if key not in untold}

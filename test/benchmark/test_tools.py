@@ -154,6 +154,22 @@ def test_table_shows_medians_and_speed_up(sweep_file: dict[str, Any]) -> None:
     assert report.markdown(sweep_file).startswith("**SIMULATED acceptance of 6.36")
 
 
+def test_a_fleet_is_a_side() -> None:
+    """Its settings are those that JSON gives back, so a later run goes on."""
+    fleet = ["--base-url", "two=http://a:1/,http://b:2", "--base-url", "one=http://a:1"]
+    args = parse(["--out", "x.json", "--sides", "one,two", *fleet])
+    settings = settings_of(args)
+    assert settings["base_url"] == {"two": ["http://a:1", "http://b:2"], "one": ["http://a:1"]}
+    assert json.loads(json.dumps(settings["base_url"])) == settings["base_url"]
+
+
+@pytest.mark.parametrize("fleet", ["http://a:1", "two=", "=http://a:1"])
+def test_a_fleet_without_a_name_is_refused(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--out", "x.json", "--base-url", fleet])
+    assert "is not SIDE=URL" in capsys.readouterr().err
+
+
 def test_any_beginning_of_a_mix_has_equal_parts(tmp_path: Path) -> None:
     """Also at concurrency 1, where `--per-slot` leaves few prompts."""
     args = parse(["--out", "x.json", "--mix", "--prompts", "4", "--per-slot", "2"])
