@@ -138,7 +138,8 @@ def test_a_vocabulary_that_is_divided_among_all(
 ) -> None:
     """Two replicas of two ranks each: the number of parts of each is 1, 2 or 4."""
     monkeypatch.setenv(VERIFY_WIDTH, "full")
-    given = arguments(target, draft, **REPLICAS | {"tp_size": 4})
+    given = arguments(target, draft)  # with more ranks they set variables for all later tests
+    given.tp_size, given.dp_size, given.enable_dp_attention = 4, 2, True
     loaded: Any = nn.Module()
     loaded.model, loaded.lm_head = nn.Module(), nn.Linear(2, 2)
     loaded.model.embed_tokens = nn.Embedding(2, 2)
