@@ -142,9 +142,12 @@ class TorchAttention(TorchNativeAttnBackend):
             to = forward_batch.out_cache_loc
             self.token_to_kv_pool.set_kv_buffer(layer, to, k, v, *scales, **where)
         groups = layer.tp_q_head_num // layer.tp_k_head_num
+        query = q.view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim)
         tokens = sum(segment.queries for segment in self._segments)
-        query = q[:tokens].view(-1, layer.tp_k_head_num, groups, layer.qk_head_dim).transpose(0, 1)
-        query = query.flatten(1, 2).unsqueeze(0)  # [1, kv_heads, n * groups, D]
+        padded_rows = len(query) - tokens  # with DP attention
+        query = (
+            query[:tokens].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        )  # [1, kv_heads, n * groups, D]
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         view, attended = View.of(layer), []
@@ -165,7 +168,6 @@ class TorchAttention(TorchNativeAttnBackend):
             attended.append(some)
         output = torch.cat(attended, dim=2)[0]  # [kv_heads, n * groups, D_v]
         heads: Tensor = output.unflatten(1, (-1, groups))
-        padded_rows = len(q) - tokens  # with DP attention
         return pad(heads.transpose(0, 1).flatten(1), (0, 0, 0, padded_rows))
 
     forward_decode = forward_extend

@@ -47,7 +47,7 @@ def test_drafting_ahead_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, device: str, ahead: bool
 ) -> None:
     monkeypatch.delenv(DRAFT_AHEAD, raising=False)
-    args = SimpleNamespace(device=device, speculative_num_draft_tokens=8)
+    args = SimpleNamespace(device=device, speculative_num_draft_tokens=8, enable_dp_attention=False)
     assert Options.read(args).draft_ahead is ahead
 
 

@@ -215,7 +215,7 @@ def test_widths_on_offer(
     if asked is not None:
         monkeypatch.setenv(VARIABLE, asked)
     for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
-        args = Namespace(device=device, speculative_num_draft_tokens=8)
+        args = Namespace(device=device, speculative_num_draft_tokens=8, enable_dp_attention=False)
         assert Options.read(args).verify_widths == expected
 
 
