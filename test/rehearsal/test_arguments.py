@@ -259,22 +259,6 @@ REFUSED_STATES: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "words"), REFUSED_STATES, ids=lambda given: str(given)[:40]
-)
-def test_refused_states(
-    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
-) -> None:
-    check_refusal(words, write_kind(tmp_path, kind), draft, **given)
-
-
-@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_KV, ids=lambda given: str(given)[:40])
-def test_refused_kv(
-    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
-) -> None:
-    check_refusal(words, write_kind(tmp_path, kind), draft, **given)
-
-
 REPLICAS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
 WITH_ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
 REFUSED_REPLICAS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -292,29 +276,6 @@ REFUSED_REPLICAS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("MoE", {"moe_runner_backend": "flashinfer_cutlass"}, ["hidden states", "Add --disable"]),
     ("dense", {"enforce_piecewise_cuda_graph": True}, ["by itself", "Leave it out"]),
 ]
-
-
-@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_REPLICAS, ids=str)
-def test_refused_replicas(
-    draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
-) -> None:
-    check_refusal(words, write_kind(tmp_path, kind), draft, **REPLICAS | given)
-
-
-@of_kinds("MLA")
-def test_replicas(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All verify whole blocks, and each has all of the vocabulary."""
-    given = arguments(target, draft, **REPLICAS)
-    assert given.enable_dp_lm_head
-    assert Options.read(given).verify_widths == (BLOCK,)
-    assert given.max_running_requests == 2 * 48
-    for width in ("auto", "4"):
-        monkeypatch.setenv(VERIFY_WIDTH, width)
-        check_refusal(
-            [f"{width} does not work", "one width", "Give full"], target, draft, **REPLICAS
-        )
-
-
 HOST = {"enable_hierarchical_cache": True}
 REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("hybrid", {}, ["recurrent states", "does not copy the draft's KV", "Leave"]),
@@ -329,11 +290,34 @@ REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given", "words"), REFUSED_HOST_CACHES, ids=str)
-def test_refused_host_caches(
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        *REFUSED_KV,
+        *REFUSED_STATES,
+        *((kind, REPLICAS | given, words) for kind, given, words in REFUSED_REPLICAS),
+        *((kind, HOST | given, words) for kind, given, words in REFUSED_HOST_CACHES),
+    ],
+    ids=lambda given: str(given)[:60],
+)
+def test_refused(
     draft: str, tmp_path: Path, kind: str, given: dict[str, Any], words: list[str]
 ) -> None:
-    check_refusal(words, write_kind(tmp_path, kind), draft, **HOST | given)
+    check_refusal(words, write_kind(tmp_path, kind), draft, **given)
+
+
+@of_kinds("MLA")
+def test_replicas(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All verify whole blocks, and each has all of the vocabulary."""
+    given = arguments(target, draft, **REPLICAS)
+    assert given.enable_dp_lm_head
+    assert Options.read(given).verify_widths == (BLOCK,)
+    assert given.max_running_requests == 2 * 48
+    for width in ("auto", "4"):
+        monkeypatch.setenv(VERIFY_WIDTH, width)
+        check_refusal(
+            [f"{width} does not work", "one width", "Give full"], target, draft, **REPLICAS
+        )
 
 
 @of_kinds("dense")
