@@ -14,7 +14,7 @@ from test.fleet import assert_each_counts_its_steps, described_replicas
 from test.server.test_differential import COMPARED, SMALL, check
 from test.servers import AHEAD, ALL_FEATURES, FULL, Client, chat, running, without_speculation
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.ci
 REPLICAS = ("--dp-size", "2", "--enable-dp-attention", *FULL)
 TWO = ("--tp-size", "2", *REPLICAS)
 FOUR = ("--tp-size", "4", *REPLICAS)  # attention TP 2
@@ -25,6 +25,7 @@ def test_random_requests(reference: Client) -> None:
         check(compare(17, range(COMPARED), reference.url, server.url), COMPARED)
 
 
+@pytest.mark.full
 def test_each_is_described_and_counts_its_steps() -> None:
     with running(*TWO, "--enable-metrics", dflash=True) as server:
         assert [each["dp_rank"] for each in described_replicas(server)] == [0, 1]

@@ -18,7 +18,7 @@ from test.servers import ALL_FEATURES, Client
 
 SECONDS = 30  # on a busy machine; 6 on an idle one, of which SGLang sleeps 5
 WATCHDOG = 8  # seconds
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")

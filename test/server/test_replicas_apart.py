@@ -10,7 +10,6 @@ from test.server.test_differential import COMPARED, check
 from test.servers import ALL_FEATURES, Client, running
 
 PROMPT = "def main(args):\n"
-pytestmark = pytest.mark.timeout(1200)
 IN_CI = "data_parallel_controller", "scheduler_DP1"
 
 

@@ -14,7 +14,7 @@ from test.differential.ask import compare
 from test.fleet import is_kept, routed
 from test.servers import ALL_FEATURES, FULL, Client, chat, running
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.ci
 Two = tuple[Client, Client]
 UNKNOWN = ("/dflash", "/server_info", "/model_info")
 UNKNOWN_CALLS = ("/tokenize", "/abort_request")
