@@ -36,7 +36,11 @@ FURTHER = [("fa3", 16, "off"), ("triton", 16, "on"), ("triton", 1, "off")]
 
 @pytest.fixture(scope="module")
 def asked(small: Path) -> dict[str, Asked]:
-    return answer(small, all_kinds())
+    """All kinds, then four that are verified together for long enough to see every cut."""
+    long = N | {"max_new_tokens": 64}
+    return answer(
+        small, all_kinds() | {f"long {i}": Asked(prompt(980 + i, 9), long) for i in range(4)}
+    )
 
 
 @pytest.fixture(autouse=True)

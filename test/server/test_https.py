@@ -51,7 +51,7 @@ def test_serves(
         assert "drafted" in requests.get(f"{server.url}{PAGE}", timeout=30).text
         context = ssl.create_default_context(cafile=str(certificate))
         two = way == "Granian"
-        with httpx.Client(verify=context, http1=not two, http2=two) as client:
+        with httpx.Client(verify=context, http1=not two, http2=two, timeout=60) as client:
             version = client.get(f"{server.url}/health").http_version
         assert version == ("HTTP/2" if two else "HTTP/1.1")
         with pytest.raises(requests.RequestException):
