@@ -22,7 +22,7 @@ from test.differential.draw import Request
 from test.forked import ForkedServer
 from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
 
-SECONDS = 180  # of a router's start
+SECONDS = 60  # of a router's start
 DROPPED = {"custom_logit_processor", "logit_bias", "stop_regex"}  # by the router
 
 
@@ -95,7 +95,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, workers: int) -> None:
     while time.monotonic() < until:
         assert process.poll() is None, "The router has ended."
         with suppress(requests.RequestException):
-            answer = requests.get(f"{url}/workers", timeout=60)
+            answer = requests.get(f"{url}/workers", timeout=10)
             if (
                 answer.ok
                 and sum(each["is_healthy"] for each in answer.json()["workers"]) == workers

@@ -51,7 +51,7 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
     while server.server.alive:
         assert time.monotonic() < deadline, f"It runs {ENDS_IN} s later.\n{server.server.tail()}"
         time.sleep(0.1)
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive, f"left behind: {alive}"
     assert server.server.status is not None
     return server.server.status

@@ -41,7 +41,7 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def get(self, path: str, **parameters: str) -> Any:
-        reply = requests.get(f"{self._url}/{path}", params=parameters, timeout=60).json()
+        reply = requests.get(f"{self._url}/{path}", params=parameters, timeout=10).json()
         assert reply["status"] == "success", reply
         return reply["data"]
 

@@ -271,7 +271,7 @@ class Demo:
 
     @property
     def leftover(self) -> list[psutil.Process]:
-        left: list[psutil.Process] = psutil.wait_procs(self.family, timeout=30)[1]
+        left: list[psutil.Process] = psutil.wait_procs(self.family, timeout=5)[1]
         return left
 
 

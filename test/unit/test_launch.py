@@ -35,7 +35,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_that_meets_a_finaliser_is_not_lost(name: str) -> None:
     command = [sys.executable, "-c", IN_A_FINALISER, name]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["dropped", "interrupted"]
     assert run.stderr == ""
@@ -54,7 +54,7 @@ def test_no_two_processes_are_given_one_port() -> None:
     """Even if nothing is bound to it yet: a server binds its ports long after they are chosen."""
     port = free_port()
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(port)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) != port
 
