@@ -57,20 +57,23 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
     return server.server.status
 
 
-def killed(name: str, *flags: str, named: str | None = None) -> None:
-    """A process of a server with these flags is killed, and the server ends.
+def killed(title: str, *flags: str) -> None:
+    """A process of a server with these flags is killed, the server ends, and its log says why.
 
-    named: what SGLang calls this process, if it is not its title.
+    Its parent and its children end with it, so the log may name one of them.
     """
     with doomed(*flags) as server:
         asked, family = questions(server, random.Random(1), 4), processes(server)
         load = Load(server, asked, 1)
         with load:
             time.sleep(1)
-            child(server, name).kill()
+            victim = child(server, title)
+            dying = [victim.ppid(), victim.pid, *(each.pid for each in victim.children())]
+            victim.kill()
             status = ended(server, family)
         assert status != 0
-        assert f"Subprocess {named or name}" in server.server.log.read_text(), server.server.tail()
+        log = server.server.log.read_text()
+        assert any(f"(pid={pid}) crashed" in log for pid in dying), server.server.tail()
         lost = [error for error in load.wrong if "ConnectionError" not in error]
         assert all("Chunked" in error or "Connection" in error for error in lost), lost
 
@@ -91,17 +94,12 @@ def killed_scheduler_of_workers() -> None:
     killed("scheduler", "--enable-http2")
 
 
-REPLICAS = {  # titles of a server's processes, and what SGLang calls them
-    "data_parallel_controller": "scheduler_0",
-    "scheduler_DP0": "scheduler_1",
-    "scheduler_DP1": "scheduler_2",
-    "detokenizer": "detokenizer",
-}
+REPLICAS = "data_parallel_controller", "scheduler_DP0", "scheduler_DP1", "detokenizer"  # titles
 
 
 def killed_part_of_replicas(title: str) -> None:
     """So does any process of a server of two replicas."""
-    killed(title, "--dp-size", "2", named=REPLICAS[title])
+    killed(title, "--dp-size", "2")
 
 
 def killed_replicas() -> None:

@@ -45,8 +45,9 @@ class OnPretendedDevice(pytest.Item):
             output = Path(folder, "output")
             expression = self.config.getoption("markexpr")
             forked = process.fork(self.path, expression, output)
-            # More than one of its tests has, so that a test that hangs shows its stack.
-            minutes = 15 if "not full" in expression else 90
+            # More than one of its tests has, so that a test that hangs shows its stack, and three
+            # times what the longest file takes.
+            minutes = 20 if "not full" in expression else 90
             late = ""
             try:
                 forked.wait(60 * minutes)

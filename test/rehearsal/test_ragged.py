@@ -13,8 +13,7 @@ from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH
 from test.checkpoints import prompt
 from test.cuts import verify_any_rows
 from test.inprocess import InProcess
-from test.rehearsal.device.memory import LOG, DeviceError
-from test.rehearsal.mutation import Change, mutate
+from test.rehearsal.device.memory import LOG
 from test.rehearsal.serving import (
     Asked,
     N,
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.ci
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 COUNTS = [8, 16, 24]  # rows of the graphs, below those of 4 whole blocks of 8
 CUTS = {(requests, rows) for requests in (2, 3, 4) for rows in COUNTS if rows < 8 * requests}
-WRONG = (AssertionError, RuntimeError, IndexError)
-FURTHER = [("fa3", 16, "off"), ("triton", 16, "on"), ("triton", 1, "off")]
+FURTHER = [("fa3", 1, "on"), ("fa3", 16, "off"), ("triton", 16, "on"), ("triton", 1, "off")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("backend", "page", "ahead"),
     [
-        *[("fa3", 1, "on"), ("fa3", 16, "on"), ("triton", 1, "on")],
+        *[("fa3", 16, "on"), ("triton", 1, "on")],
         *[pytest.param(*further, marks=pytest.mark.full) for further in FURTHER],
     ],
 )
@@ -153,7 +151,7 @@ def test_one_request_at_a_time(small: Path) -> None:
         assert_exact(serve(run, one), one)
 
 
-@pytest.mark.parametrize("backend", ["fa3", "triton"])
+@pytest.mark.parametrize("backend", ["fa3", pytest.param("triton", marks=pytest.mark.full)])
 def test_seeds(small: Path, backend: str) -> None:
     """SGLang's own draws by seed need to know on the host whose each row is."""
     filters: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.9}]
@@ -165,33 +163,5 @@ def test_seeds(small: Path, backend: str) -> None:
     asked = answer(small, seeded, **flags)
     with engine(small, backend, **flags) as run:
         assert not run.worker.graphs.ragged
-        verify_any_rows(run.worker)
-        assert_exact(serve(run, asked), asked)
-
-
-MUTATIONS = [
-    ("adaptive.row_graphs:RowGraphs.forward_batch", "= block.ragged.lens", "= block.width"),
-    ("adaptive.row_graphs:RowGraphs.forward_batch", "backend.lens.zero_()", "pass"),
-    ("backends.fa3:begin_forward", "forward_batch.seq_lens,", "forward_batch.seq_lens - 1,"),
-    ("backends.triton:fill_starts", "lens[:bs]", "lens[:bs] * 0"),
-    ("kernels.accept:launch_accept", "        widths,", "        None,"),
-    ("method.block:Block.unflatten", "[self.ragged.indices]", "[self.ragged.indices * 0]"),
-]
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m[0]}-{m[1]}" for m in MUTATIONS])
-def test_mutations(small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change) -> None:
-    """Mutations: each makes an answer wrong, or is seen by the device."""
-    kinds = all_kinds()
-    some = answer(
-        small, {name: kinds[name] for name in ("greedy", "logprobs", "radix", "penalties")}
-    )
-    mutate(monkeypatch, *mutation)
-    with pytest.raises((*WRONG, DeviceError)):
-        served_in_any_rows(small, some, "triton" if "triton" in mutation[0] else "fa3")
-
-
-def served_in_any_rows(small: Path, asked: dict[str, Asked], backend: str) -> None:
-    with engine(small, backend) as run:
         verify_any_rows(run.worker)
         assert_exact(serve(run, asked), asked)

@@ -63,4 +63,4 @@ def test_many_random_requests(reference: Client) -> None:
 
 @pytest.mark.parametrize("title", ["scheduler_DP1_TP1"])
 def test_the_death_of_a_replica_ends_the_server(title: str) -> None:
-    killed(title, *TWO, named="scheduler")
+    killed(title, *TWO)
