@@ -222,6 +222,9 @@ else:
 OWN = {"http_worker_ipc", "lora_id"}
 
 
+OF_THE_PROMPT = "return_hidden_states", "token_ids_logprob"  # a decode server lacks its part
+
+
 class Size(NamedTuple):
     """The number of requests that a body asks for."""
 
@@ -258,6 +261,8 @@ def check_request(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
         raise Refusal(f"rid is {shown(obj.rid)}.", "Give each prompt an id of its own.")
     _check_media(obj, size)
     _check_the_model(manager, obj)
+    if manager.server_args.disaggregation_mode != "null":
+        _check_one_of_two_servers(obj, size)
 
 
 def refuse_empty(manager: Any, obj: Any, tokens: Any) -> None:
@@ -422,6 +427,23 @@ def _check_the_model(manager: Any, obj: Any) -> None:
                 "Leave it out, or start the server with it in "
                 "--tokenizer-metrics-allowed-custom-labels.",
             )
+
+
+def _check_one_of_two_servers(obj: Any, size: Size) -> None:
+    """What SGLang serves in one server, but not where another server prefills."""
+    if size.answers > 1:
+        raise Refusal(
+            f"n is {size.answers}, for which SGLang's prefill and decode servers wait in vain.",
+            "Send the request several times.",
+        )
+    lacking = [name for name in OF_THE_PROMPT if any(_each(getattr(obj, name)))]
+    if any(_each(obj.return_logprob)) and any(i >= 0 for i in _each(obj.logprob_start_len)):
+        lacking.append("logprob_start_len")
+    if lacking:
+        raise Refusal(
+            f"{lacking[0]} is given, and SGLang's prefill server keeps what is the prompt's.",
+            "Leave it out, or ask a server without --disaggregation-mode.",
+        )
 
 
 def _check_stops(params: dict[str, Any], vocab_size: int) -> None:

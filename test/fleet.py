@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,20 +23,23 @@ from sglang_dflash.tools.launch import Server, die_with_parent, free_port
 from test import releases
 from test.differential.draw import Request
 from test.forked import ForkedServer
-from test.servers import COMMON, DFLASH, STRICT, Client, with_forks
+from test.servers import COMMON, DFLASH, REFERENCE, STRICT, Client, with_forks
 
 SECONDS = 60  # of a router's start
 DROPPED = {"custom_logit_processor", "logit_bias", "stop_regex"}  # by the router
 
 
 @contextmanager
-def launched(*of_each: tuple[str, ...]) -> Iterator[list[ForkedServer]]:
-    """DFLASH servers with these flags, which are started at once. They may end."""
+def launched(
+    *of_each: tuple[str, ...], dflash: bool = True, environment: dict[str, str] | None = None
+) -> Iterator[list[ForkedServer]]:
+    """Servers with these flags, which are started at once. They may end."""
+    method = DFLASH if dflash else REFERENCE
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        given = with_forks({**os.environ, **STRICT}, folder)
+        given = with_forks({**os.environ, **STRICT, **(environment or {})}, folder)
         servers = []
         for flags in of_each:
-            servers.append(ForkedServer(list(releases.flags(*COMMON, *DFLASH, *flags)), given))
+            servers.append(ForkedServer(list(releases.flags(*COMMON, *method, *flags)), given))
             stack.callback(servers[-1].stop)
         for server in servers:
             stack.enter_context(server)
@@ -46,6 +52,82 @@ def two_nodes(*flags: str) -> Iterator[tuple[Client, Server]]:
     of_both = "--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", *flags
     with launched(*((*of_both, "--node-rank", rank) for rank in ("0", "1"))) as (first, second):
         yield Client(first, flags), second
+
+
+PREFILL, DECODE = ("--disaggregation-mode", "prefill"), ("--disaggregation-mode", "decode")
+OVER_TCP = {"MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
+# Seconds after which a server gives up a request whose other half is gone. SGLang's are 300.
+PATIENCE = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15",
+}
+
+
+@dataclass
+class Pair:
+    """A server that prefills, and one that decodes."""
+
+    prefill: Client
+    decode: Client
+    port: int  # of the prefill server's bootstrap
+
+    def ask(self, body: dict[str, Any], seconds: int = 120) -> requests.Response:
+        """The decode server's answer to a /generate request, which both get, as of a router."""
+        room = random.getrandbits(62)
+        given = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
+        with ThreadPoolExecutor(2) as pool:
+            _, answer = pool.map(
+                lambda server: server.post("/generate", body | given, seconds),
+                (self.prefill, self.decode),
+            )
+        assert isinstance(answer, requests.Response)
+        return answer
+
+    def generate(self, prompt: str, **sampling: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 64, **sampling}
+        body = {"text": prompt, "sampling_params": sampling}
+        response = self.ask(body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def flush(self) -> None:
+        """Both are idle and have lost no slot, or this fails."""
+        self.prefill.flush()
+        self.decode.flush()
+
+    def routed(self) -> AbstractContextManager[str]:
+        """The URL of SGLang's router in front of both."""
+        flags = ["--pd-disaggregation", "--decode", self.decode.url]
+        return _router([*flags, "--prefill", self.prefill.url, str(self.port)], workers=2)
+
+
+@contextmanager
+def prefill_and_decode(
+    *flags: str,
+    prefill: tuple[str, ...] = (),
+    decode: tuple[str, ...] = (),
+    dflash: bool = True,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Pair]:
+    """Two servers with these flags, and further ones for each. They must be alive at the end."""
+    port = free_port()
+    of_each = (
+        (*PREFILL, "--disaggregation-bootstrap-port", str(port), *flags, *prefill),
+        (*DECODE, *flags, *decode),
+    )
+    environment = OVER_TCP | (environment or {})
+    with launched(*of_each, dflash=dflash, environment=environment) as servers:
+        first, second = (Client(s, f, dflash) for s, f in zip(servers, of_each, strict=True))
+        try:
+            yield Pair(first, second, port)
+        except Exception as error:
+            for server in servers:
+                error.add_note(server.tail(60))
+            raise
+        for server in servers:
+            assert server.alive, server.tail(60)
+            assert "Scheduler hit an exception" not in server.log.read_text()
 
 
 def family(server: Server) -> list[psutil.Process]:
@@ -64,14 +146,17 @@ def ends(servers: Sequence[Server], processes: Sequence[psutil.Process], seconds
     return not alive and all(server.status not in (None, 0) for server in servers)
 
 
-@contextmanager
-def routed(*urls: str) -> Iterator[str]:
+def routed(*urls: str) -> AbstractContextManager[str]:
     """The URL of SGLang's own router in front of these servers."""
+    return _router(["--worker-urls", *urls], workers=len(urls))
+
+
+@contextmanager
+def _router(flags: list[str], workers: int) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--worker-urls", *urls]
+    command += ["--port", str(port), "--prometheus-port", str(free_port()), *flags]
     with TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("w") as file:
@@ -79,7 +164,7 @@ def routed(*urls: str) -> Iterator[str]:
                 command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
             )
         try:
-            _wait(process, url, len(urls))
+            _wait(process, url, workers)
             yield url
         except BaseException as error:
             error.add_note(log.read_text()[-3000:])
@@ -118,6 +203,16 @@ def is_kept(request: Request) -> bool:
         or "structural_tag" in sampling
         or body.get("min_tokens", 0) > body.get("max_tokens", 0)  # refused in the router's words
     )
+
+
+def is_served_apart(request: Request) -> bool:
+    """Whether servers that prefill and decode can answer, behind a router."""
+    body = request.body
+    of_a_prompt = "logprob_start_len" in body or (body.get("echo") and "logprobs" in body)
+    sampling = body.get("sampling_params", {})
+    in_routers_words = sampling.get("min_new_tokens", 0) > sampling.get("max_new_tokens", 0)
+    in_one = {"n", "hidden_states", "token_ids_logprob"} & set(request.features)
+    return is_kept(request) and not (in_one or of_a_prompt or in_routers_words)
 
 
 def described_replicas(server: Client) -> list[dict[str, Any]]:

@@ -98,12 +98,6 @@ FLAGS = (
         "Use tensor parallelism instead.",
     ),
     Flag(
-        "disaggregation_mode",
-        ("null",),
-        "SGLang sends the target's KV only, so the decoding server would lack the draft's",
-        "Prefill and decode in one process.",
-    ),
-    Flag(
         "enable_lora_overlap_loading",
         (None, False),
         "it changes adapters while a batch runs, which has not been compared",

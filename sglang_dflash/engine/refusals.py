@@ -14,7 +14,7 @@ from sglang_dflash.engine import draft_rules, flag_rules, target_rules
 from sglang_dflash.errors import Refusal, Rule, refuse
 from sglang_dflash.settings.facts import DraftFacts, Facts
 from sglang_dflash.step.reservation import GRAIN, ceil_align, longest
-from sglang_dflash.targets import dp_attention, host_cache, hybrid, kv_dtype, lora
+from sglang_dflash.targets import disaggregation, dp_attention, host_cache, hybrid, kv_dtype, lora
 
 SHORTEST_REQUEST = 8  # tokens; SGLang keeps 5 of a request's length for itself
 # All rules, for docs/limits.md.
@@ -25,6 +25,7 @@ FLAGS: tuple[Rule[Any], ...] = (
     *hybrid.STRATEGY_RULES,
     *host_cache.RULES,
     *dp_attention.RULES,
+    *disaggregation.RULES,
     kv_dtype.FP4,
     *kv_dtype.RULES,
 )
@@ -62,6 +63,7 @@ def check_target(facts: DraftFacts) -> None:
     hybrid.check_states_are_replayed(facts)
     host_cache.check_host_cache(facts)
     dp_attention.check_dp_attention(facts)
+    disaggregation.check_disaggregation(facts)
     refuse(target_rules.CLASS_RULES, facts)
 
 

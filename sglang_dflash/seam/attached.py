@@ -4,10 +4,12 @@ from __future__ import annotations
 
 ATTACHED = {
     "dflash": "of `ServerArgs`: the options of this package, which processes get by pickle",
+    "dflash_arrivals": "of the target's `ReqToTokenPool`: takes requests prefilled elsewhere",
     "dflash_features": "of a `Req`: what is taken of its features",
     "dflash_flags": "of `ServerArgs`: the flags of this package on their command line",
     "dflash_path": "of the draft's Transformers config: the folder of its checkpoint",
     "dflash_seed": "of a `Req`: the seed of its noise",
+    "dflash_kv": "of a `Req` that a decode server retracts: its draft KV on the host",
     "dflash_late": "of a `Req`: what its grammar says of its last token, if that is no end",
     "dflash_drafts": "of a `GenerationBatchResult`: the drafts of watched requests",
     "dflash_slots": "of the target's `ReqToTokenPool`: the slots that a step needs next",

@@ -21,7 +21,8 @@ class DraftWindow:
     ) -> None:
         """exact: the host's lengths are always the true ones."""
         width = ceil_align(window + page_size, page_size) + block_size
-        self.pool = ReqToTokenPool(target.size, width, target.device, enable_memory_saver=False)
+        rows = len(target.req_to_token) - 1  # of a decode server: also of requests on their way
+        self.pool = ReqToTokenPool(rows, width, target.device, enable_memory_saver=False)
         self._target = target
         self._window = window
         self._page_size = page_size

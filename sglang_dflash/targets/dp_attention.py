@@ -75,8 +75,7 @@ RULES: tuple[Rule[DraftFacts], ...] = (
             or f.args.enable_expert_distribution_metrics
             or f.args.expert_distribution_recorder_mode is not None
         ),
-        "SGLang's recorder of experts sums over all replicas after each forward, and with "
-        "--enable-dp-attention each runs its own draft.",
+        "SGLang's recorder of experts sums over all replicas after each forward, also of a draft.",
         "Leave --enable-eplb, --expert-distribution-recorder-mode and "
         "--enable-expert-distribution-metrics out.",
     ),
@@ -86,8 +85,7 @@ RULES: tuple[Rule[DraftFacts], ...] = (
             f.args.moe_runner_backend == "flashinfer_cutlass"
             and not f.args.disable_flashinfer_cutlass_moe_fp4_allgather
         ),
-        "--moe-runner-backend flashinfer_cutlass can leave each rank of a replica a part of its "
-        "tokens, whose hidden states the draft would miss.",
+        "--moe-runner-backend flashinfer_cutlass can leave each rank a part of the hidden states.",
         "Add --disable-flashinfer-cutlass-moe-fp4-allgather, or give another backend.",
     ),
     Rule(

@@ -98,8 +98,7 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "`--enable-hierarchical-cache`, drafts with more layers than the target",
         lambda f: f.draft.num_layers > f.target.num_hidden_layers,
         "The draft has {f.draft.num_layers} layers and the target {f.target.num_hidden_layers}. "
-        "SGLang's hierarchical cache loads a layer of the draft with the same layer of the target, "
-        "so the others would lack their KV.",
+        "SGLang's hierarchical cache loads a layer of the draft with the same layer of the target.",
         WITHOUT_HOST_CACHE,
     ),
     Rule(

@@ -1,5 +1,5 @@
 """`python -m test.differential --requests N --seed S [--family F | --hybrid | --mla] [--adapters]
-[--plain | --itself | --builtin | --nodes | --router] [--any-rows SEED]`
+[--plain | --itself | --builtin | --nodes | --router] [--pd] [--any-rows SEED]`
 
 Draws random requests from a seed, asks a server without speculation one by one, asks a DFLASH
 server the same in random company, and compares every field of every answer. A request that differs
@@ -8,8 +8,9 @@ by a second one without speculation, and so shows what company alone changes. `-
 a DFLASH server the same requests: both leave out seeded draws and what SGLang answers wrongly in
 company (`is_served_by_sglang`). `--builtin` asks SGLang's own DFLASH, whose server ends if two
 requests of a batch have a custom_logit_processor each (`--without` it). `--nodes` asks a server
-over two nodes, and `--router` asks SGLang's router in front of two servers for what it keeps. With
-`--any-rows`, each step verifies any rows of its batch. A run that compares nothing fails.
+over two nodes, and `--router` asks SGLang's router in front of two servers for what it keeps.
+`--pd` does so in front of a server that prefills and one that decodes. With `--any-rows`, each step
+verifies any rows of its batch. A run that compares nothing fails.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tempfile import TemporaryDirectory
 from test.checkpoints import write_latent_pair
 from test.differential.ask import Report, compare
 from test.differential.draw import Request, is_served_by_sglang
-from test.fleet import is_kept, routed, two_nodes
+from test.fleet import is_kept, is_served_apart, prefill_and_decode, routed, two_nodes
 from test.precision import FP32_KV, ROUNDED_KV
 from test.servers import (
     ADAPTERS,
@@ -75,6 +76,7 @@ def main() -> int:
     sides.add_argument("--builtin", action="store_true", help="SGLang's own DFLASH, not ours")
     sides.add_argument("--nodes", action="store_true", help="TP over two launches")
     sides.add_argument("--router", action="store_true", help="two servers behind SGLang's router")
+    parser.add_argument("--pd", action="store_true", help="a prefill and a decode server")
     parser.add_argument("--any-rows", metavar="SEED", help="verify any rows, whatever pays")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="FEATURE", help="leave out requests with these"
@@ -109,7 +111,12 @@ def main() -> int:
                 environment[ANY_ROWS] = arguments.any_rows
             family = arguments.family
             served = running(*ours, dflash=True, environment=environment, family=family)
-        if arguments.nodes:
+        if arguments.pd:
+            given = ("--random-seed", "1", *both, *flags) if arguments.itself else ours
+            environment = {} if arguments.itself else environment
+            apart = prefill_and_decode(*given, dflash=not arguments.itself, environment=environment)
+            url = stack.enter_context(stack.enter_context(apart).routed())
+        elif arguments.nodes:
             url = stack.enter_context(two_nodes(*ours))[0].url
         else:
             url = stack.enter_context(served).url
@@ -121,6 +128,7 @@ def main() -> int:
         def wanted(request: Request) -> bool:
             left_out = bool(set(request.features) & set(arguments.without))
             left_out = left_out or (arguments.router and not is_kept(request))
+            left_out = left_out or (arguments.pd and not is_served_apart(request))
             return not left_out and (is_served_by_sglang(request) or not asks_plainly)
 
         report = compare(arguments.seed, numbers, plain.url, url, bounds, names, wanted)

@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.engine.v0_5_13 import draft_worker
 from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
-from sglang_dflash.settings.options import DRAFT_AHEAD, VERIFY_WIDTH, Options
+from sglang_dflash.settings.options import DRAFT_AHEAD, FEATURES, VERIFY_WIDTH, Options
 from sglang_dflash.targets import kv_dtype
 from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
@@ -276,6 +276,19 @@ REFUSED_REPLICAS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("MoE", {"moe_runner_backend": "flashinfer_cutlass"}, ["hidden states", "Add --disable"]),
     ("dense", {"enforce_piecewise_cuda_graph": True}, ["by itself", "Leave it out"]),
 ]
+APART = {"disaggregation_mode": "decode"}
+REFUSED_APART: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("dense", {"disaggregation_transfer_backend": "fake"}, ["-backend fake", "Give mooncake"]),
+    ("dense", {"disaggregation_transfer_backend": "nixl"}, ["an abort", "Give mooncake"]),
+    (
+        "dense",
+        {"disaggregation_decode_enable_offload_kvcache": True},
+        ["the target's KV only", "Leave it out"],
+    ),
+    ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave it out"]),
+    ("two KV pools", {}, ["sliding-window layers", "Leave --disaggregation-mode out"]),
+    ("MLA", REPLICAS, ["--enable-dp-attention", "Leave it out"]),
+]
 HOST = {"enable_hierarchical_cache": True}
 REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("hybrid", {}, ["recurrent states", "does not copy the draft's KV", "Leave"]),
@@ -296,6 +309,7 @@ REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
         *REFUSED_KV,
         *REFUSED_STATES,
         *((kind, REPLICAS | given, words) for kind, given, words in REFUSED_REPLICAS),
+        *((kind, APART | given, words) for kind, given, words in REFUSED_APART),
         *((kind, HOST | given, words) for kind, given, words in REFUSED_HOST_CACHES),
     ],
     ids=lambda given: str(given)[:60],
@@ -318,6 +332,20 @@ def test_replicas(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> N
         check_refusal(
             [f"{width} does not work", "one width", "Give full"], target, draft, **REPLICAS
         )
+
+
+@of_kinds("dense")
+def test_prefill_and_decode_apart(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(target, draft, disaggregation_decode_enable_radix_cache=True, **APART)
+    assert not given.disable_radix_cache
+    assert arguments(target, draft, disaggregation_mode="prefill").disable_cuda_graph
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    check_refusal(["SGLANG_DISAGG_STAGING_BUFFER", "Unset it"], target, draft, **APART)
+    monkeypatch.delenv("SGLANG_DISAGG_STAGING_BUFFER")
+    monkeypatch.setenv(FEATURES, str(tmp_path))
+    check_refusal(["features of a part of a request", "Leave"], target, draft, **APART)
 
 
 @of_kinds("dense")

@@ -49,7 +49,7 @@ FLAGS: dict[str, Any] = {
     "enable_attn_tp_input_scattered": True,
     "enable_prefill_context_parallel": True,
     "pp_size": 2,
-    "disaggregation_mode": "prefill",
+    "disaggregation_decode_enable_offload_kvcache": True,
     "kv_cache_dtype": "fp4_e2m1",
     "enable_hierarchical_cache": True,
     "enable_lmcache": True,
@@ -71,6 +71,8 @@ def test_flags(target: str, draft: str, flag: str) -> None:
     changes = {flag: FLAGS[flag]}
     if flag == "attn_cp_size":
         changes |= {"tp_size": 2, "moe_dp_size": 2}
+    if flag.startswith("disaggregation"):
+        changes |= {"disaggregation_mode": "decode"}
     with pytest.raises(Refusal) as caught:
         arguments(target, draft, **changes)
     message = str(caught.value)

@@ -39,6 +39,8 @@ from sglang_dflash.step.slots import Slots
 from sglang_dflash.step.verify import Verifier
 from sglang_dflash.step.window import DraftWindow
 from sglang_dflash.step.worker import DFlashWorker
+from sglang_dflash.targets.arrivals import Arrivals, WriteOnly
+from sglang_dflash.targets.disaggregation import sent_kv
 from sglang_dflash.targets.dp_attention import check_loaded_parts
 from sglang_dflash.targets.kv_dtype import check_loaded_kv
 from sglang_dflash.targets.lora import check_loaded_adapters
@@ -106,7 +108,7 @@ def build_worker(
     graphs = _verify_graphs(server_args, options, target)
     verifier = Verifier(target_worker, sampler, noise, rules, graphs, kernels, clock)
     verify_width: VerifyWidth = FixedWidth(options.verify_widths[0])
-    if len(options.verify_widths) > 1:
+    if len(options.verify_widths) > 1 and server_args.disaggregation_mode != "prefill":
         window_size = server_args.speculative_draft_window_size
         parts = target, drafter, verifier, context_kv, window_size
         verify_width = AdaptiveWidth(
@@ -133,6 +135,11 @@ def build_worker(
             and not lacks_adapters
             and not server_args.enable_dp_attention,
         )
+    if server_args.disaggregation_mode == "prefill":
+        next_draft = WriteOnly()
+    elif server_args.disaggregation_mode == "decode":
+        sent_kv(server_args)  # a digest that no request shall wait for
+        Arrivals(pool, draft.token_to_kv_pool, noise, next_draft)
     context_observers: list[ContextObserver] = []
     if options.features is not None and first_rank:
         num_features = len(draft_config(server_args).target_layer_ids)

@@ -61,6 +61,7 @@ NEW_FLAGS = (
 # What this package serves on the older release, or what this one lacks.
 OLD_FLAGS = (
     _flag("enable_hierarchical_cache", False),
+    _flag("disaggregation_mode", "null"),
     _flag("kv_cache_dtype", "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
 )
 
