@@ -58,8 +58,8 @@ PREFILL, DECODE = ("--disaggregation-mode", "prefill"), ("--disaggregation-mode"
 OVER_TCP = {"MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"}
 # Seconds after which a server gives up a request whose other half is gone. SGLang's are 300.
 PATIENCE = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
 }
 
 

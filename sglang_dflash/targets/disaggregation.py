@@ -62,10 +62,10 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "Leave it out.",
     ),
     Rule(
-        "`--disaggregation-mode` with `--enable-hierarchical-cache`, `--enable-dp-attention`",
+        "`--disaggregation-mode` with `--enable-hierarchical-cache`, `--dp-size`",
         lambda f: (
             (f.args.enable_hierarchical_cache and "--enable-hierarchical-cache")
-            or (f.args.enable_dp_attention and "--enable-dp-attention")
+            or (f.args.dp_size > 1 and f"--dp-size {f.args.dp_size}")
         ),
         "{found} has not been compared with --disaggregation-mode.",
         "Leave it out.",

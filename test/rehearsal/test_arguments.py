@@ -287,7 +287,8 @@ REFUSED_APART: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave it out"]),
     ("two KV pools", {}, ["sliding-window layers", "Leave --disaggregation-mode out"]),
-    ("MLA", REPLICAS, ["--enable-dp-attention", "Leave it out"]),
+    ("MLA", REPLICAS, ["--dp-size 2", "Leave it out"]),
+    ("dense", {"dp_size": 2}, ["--dp-size 2", "Leave it out"]),
 ]
 HOST = {"enable_hierarchical_cache": True}
 REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [

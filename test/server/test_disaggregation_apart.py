@@ -76,18 +76,27 @@ def test_one_dies_and_is_started_again(dies: str, title: str) -> None:
             with ThreadPoolExecutor(len(PROMPTS)) as threads:
                 asked = [threads.submit(_answer_or_error, pair, prompt) for prompt in PROMPTS]
                 time.sleep(0.5)
-                (
-                    child(servers[dies], title) if title != "main" else psutil.Process(victim.pid)
-                ).kill()
+                main = psutil.Process(victim.pid)
+                (main if title == "main" else child(servers[dies], title)).kill()
                 answers = [each.result() for each in asked]
             for answer, ids in zip(answers, known, strict=True):
                 assert answer is None or answer == ids
+        if dies == "prefill":
+            _wait_until_missed(survivor.log)
         with launched(flags[dies], environment=environment) as (again,):
             servers[dies] = Client(again)
             pair = Pair(**servers, port=port)
             assert [pair.generate(prompt, **LONG)["output_ids"] for prompt in PROMPTS] == known
             pair.flush()
             assert "Scheduler hit an exception" not in survivor.log.read_text()
+
+
+def _wait_until_missed(log: Path) -> None:
+    """Until the decode server has missed two heartbeats. It forgets the addresses of ranks then."""
+    until = time.monotonic() + 120
+    while "Losing connection with prefill instance" not in log.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 def _answer_or_error(pair: Pair, prompt: str) -> list[int] | None:
