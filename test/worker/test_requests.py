@@ -25,6 +25,7 @@ MANAGER = SimpleNamespace(
     is_generation=True,
     server_args=SimpleNamespace(
         speculative_algorithm="DFLASH",
+        disaggregation_mode="null",
         enable_metrics=True,
         tokenizer_metrics_allowed_custom_labels=["team"],
     ),
