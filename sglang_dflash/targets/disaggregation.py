@@ -62,13 +62,15 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "Leave it out.",
     ),
     Rule(
-        "`--disaggregation-mode` with `--enable-hierarchical-cache`, `--dp-size`",
+        "`--disaggregation-mode` with `--enable-hierarchical-cache`, `--dp-size`, multimodal "
+        "targets",
         lambda f: (
             (f.args.enable_hierarchical_cache and "--enable-hierarchical-cache")
             or (f.args.dp_size > 1 and f"--dp-size {f.args.dp_size}")
+            or (f.target.is_multimodal and "a target that reads images")
         ),
-        "{found} has not been compared with --disaggregation-mode.",
-        "Leave it out.",
+        "--disaggregation-mode has not been compared with {found}.",
+        "Leave one of them out.",
     ),
     Rule(
         f"`--disaggregation-mode` with `{FLAGS[FEATURES]}`",
@@ -87,12 +89,6 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "`--disaggregation-mode`, targets with two KV pools (sliding windows)",
         lambda f: f.target.is_hybrid_swa,
         "The target {f.args.model_path} has sliding-window layers, whose slots the draft lacks.",
-        IN_ONE,
-    ),
-    Rule(
-        "`--disaggregation-mode`, multimodal targets",
-        lambda f: f.target.is_multimodal,
-        "The target {f.args.model_path} reads images, which have not been compared.",
         IN_ONE,
     ),
 )

@@ -36,30 +36,16 @@ RULES: tuple[Rule[DraftFacts], ...] = (
         "Give a --speculative-dflash-block-size that --tp-size / --dp-size divides.",
     ),
     Rule(
-        "`--enable-dp-attention`, hybrid targets",
-        lambda f: keeps_gdn_states(f.target),
-        "The target {f.args.model_path} has recurrent states, which have not been compared with "
-        "--enable-dp-attention.",
+        "`--enable-dp-attention` with LoRA adapters, `--enable-hierarchical-cache`, hybrid or "
+        "multimodal targets",
+        lambda f: (
+            (f.adapters and "LoRA adapters")
+            or (f.args.enable_hierarchical_cache and "--enable-hierarchical-cache")
+            or (keeps_gdn_states(f.target) and "a target with recurrent states")
+            or (f.target.is_multimodal and "a target that reads images")
+        ),
+        "--enable-dp-attention has not been compared with {found}.",
         WITHOUT_DP_ATTENTION,
-    ),
-    Rule(
-        "`--enable-dp-attention`, multimodal targets",
-        lambda f: f.target.is_multimodal,
-        "The target {f.args.model_path} reads images, which have not been compared with "
-        "--enable-dp-attention.",
-        WITHOUT_DP_ATTENTION,
-    ),
-    Rule(
-        "`--enable-dp-attention` with LoRA adapters",
-        lambda f: f.adapters,
-        "LoRA adapters have not been compared with --enable-dp-attention.",
-        WITHOUT_DP_ATTENTION,
-    ),
-    Rule(
-        "`--enable-dp-attention` with `--enable-hierarchical-cache`",
-        lambda f: f.args.enable_hierarchical_cache,
-        "--enable-hierarchical-cache has not been compared with --enable-dp-attention.",
-        "Leave one of them out.",
     ),
     Rule(
         "`--enable-dp-attention` with `--enable-dp-attention-local-control-broadcast`",

@@ -196,6 +196,36 @@ DFLASH_HOOKS = (
         always,
     ),
     Hook(
+        "disaggregation.common.conn.CommonKVManager._connect",
+        "AFTER",
+        "targets.transfers:keep_messages_whole",
+        "SGLang's threads mix the parts of two messages, and a decode server's thread ends",
+    ),
+    Hook(
+        "disaggregation.common.utils.FastQueue.get",
+        "AROUND",
+        "targets.transfers:next_chunk",
+        "only this tells which request a thread is sending",
+    ),
+    Hook(
+        "disaggregation.mooncake.conn.MooncakeKVSender.failure_exception",
+        "BEFORE",
+        "targets.transfers:wait_until_sent",
+        "SGLang frees slots that a thread is sending",
+    ),
+    Hook(
+        "disaggregation.mooncake.conn.MooncakeKVManager.start_decode_thread",
+        "BEFORE",
+        "targets.transfers:listen",
+        "SGLang drops the confirmation of an abort",
+    ),
+    Hook(
+        "disaggregation.mooncake.conn.MooncakeKVReceiver.failure_exception",
+        "BEFORE",
+        "targets.transfers:wait_until_confirmed",
+        "SGLang frees slots to which the prefill server is sending",
+    ),
+    Hook(
         "disaggregation.common.conn.CommonKVManager.register_to_bootstrap",
         "AFTER",
         "targets.disaggregation:describe",

@@ -1,0 +1,134 @@
+"""What SGLang's transfer threads send from a prefill server to a decode server, over mooncake.
+
+A request that fails, as by an abort, gives its slots back on both servers. A thread may still be
+sending them. So the prefill server keeps a request until no thread sends it, and only then confirms
+that it was aborted. The decode server waits for that. (SGLang 0.5.23 can do so itself.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from threading import Condition, Lock, get_ident
+from typing import Any
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+CONFIRMED = b"ABORT_ACK"  # begins a message; its room follows
+SENT_IN = 30.0  # seconds, mooncake's own limit of a transfer
+CONFIRMED_IN = 5.0  # seconds for the message; a server that started again does not send it
+
+
+class Rooms:
+    """The room of a request, SGLang's number for both of its halves, that each thread sends."""
+
+    def __init__(self) -> None:
+        self._sent_by: dict[int, int] = {}
+        self._changed = Condition()
+
+    def next(self, get: Callable[[Any], Any], queue: Any) -> Any:
+        """What a thread sends next. It has sent all that it got before."""
+        with self._changed:
+            self._sent_by.pop(get_ident(), None)
+            self._changed.notify_all()
+        chunk = get(queue)
+        with self._changed:
+            self._sent_by[get_ident()] = chunk.room
+        return chunk
+
+    def wait(self, room: int) -> None:
+        """Until no thread sends this room. It has failed, so that no thread will begin to."""
+        with self._changed:
+            self._changed.wait_for(lambda: room not in self._sent_by.values(), SENT_IN)
+
+
+ROOMS = Rooms()  # of this process
+
+
+def next_chunk(original: Callable[[Any], Any], queue: Any) -> Any:
+    """AROUND `FastQueue.get`, by which a thread takes what it sends."""
+    return ROOMS.next(original, queue)
+
+
+def wait_until_sent(sender: Any) -> None:
+    """BEFORE `MooncakeKVSender.failure_exception`, after which SGLang frees the slots."""
+    ROOMS.wait(sender.bootstrap_room)
+
+
+class WholeMessages:
+    """A socket by which threads send messages of several parts, one thread at a time."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._lock = socket, Lock()
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        if parts[0] == CONFIRMED:
+            ROOMS.wait(int(parts[1]))
+        with self._lock:
+            self._socket.send_multipart(parts)
+
+
+SOCKETS: dict[zmq.Socket[bytes], WholeMessages] = {}  # of this process, which SGLang keeps, too
+
+
+def keep_messages_whole(socket: zmq.Socket[bytes], *_: Any, **__: Any) -> WholeMessages:
+    """AFTER `CommonKVManager._connect`: one lock for each socket.
+
+    A prefill server's threads send results of transfers, and confirm aborts. Where their parts mix,
+    the decode server's thread ends that reads them, and all requests wait in vain.
+    """
+    return SOCKETS.setdefault(socket, WholeMessages(socket))
+
+
+class Confirmations:
+    """The socket by which a decode server is told of transfers. Keeps the rooms of ended ones."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._counts: Counter[int] = Counter()  # by room
+        self._missed: dict[int, str] = {}  # rooms, and the address of the server that was silent
+        self._changed = Condition()
+
+    def recv_multipart(self) -> list[bytes]:
+        message = self._socket.recv_multipart()
+        if message[0] == CONFIRMED:
+            with self._changed:
+                self._count(int(message[1]))
+                self._changed.notify_all()
+        return message
+
+    def _count(self, room: int) -> None:
+        if room in self._missed:
+            address = self._missed[room]
+            self._missed = {r: of for r, of in self._missed.items() if of != address}
+        else:
+            self._counts[room] += 1
+
+    def wait(self, room: int, ranks: int, address: str) -> None:
+        """Until so many ranks of the prefill server at this address have confirmed an abort.
+
+        A server that has not in time is not waited for, until it does.
+        """
+        with self._changed:
+            seconds = 0.0 if address in self._missed.values() else CONFIRMED_IN
+            if not self._changed.wait_for(lambda: self._counts[room] >= ranks, seconds):
+                if seconds:
+                    logger.warning("The prefill server %s does not confirm aborts.", address)
+                self._missed[room] = address
+            del self._counts[room]
+
+
+def listen(manager: Any) -> None:
+    """BEFORE `MooncakeKVManager.start_decode_thread`, which reads the socket."""
+    manager.server_socket = Confirmations(manager.server_socket)
+
+
+def wait_until_confirmed(receiver: Any) -> None:
+    """BEFORE `MooncakeKVReceiver.failure_exception`, after which SGLang frees the slots."""
+    manager, address = receiver.kv_mgr, receiver.bootstrap_addr
+    if receiver.abort_notified and address in manager.prefill_info_table:
+        infos = receiver.bootstrap_infos
+        manager.server_socket.wait(receiver.bootstrap_room, len(infos), address)
