@@ -20,6 +20,7 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
     ExpertDistributionReq,
     InitWeightsSendGroupForRemoteInstanceReqInput,
+    PauseGenerationReqInput,
     ProfileReq,
     ProfileReqOutput,
     ProfileReqType,
@@ -175,6 +176,17 @@ def check_weights(manager: Any, obj: UpdateWeightFromDiskReqInput, *_: Any) -> N
     given = obj.load_format
     if given is not None and given not in known:
         raise Refusal(f"load_format is {shown(given)}.", f"It must be one of {', '.join(known)}.")
+
+
+def check_pause(manager: Any, obj: PauseGenerationReqInput, *_: Any) -> None:
+    """BEFORE `pause_generation` of each tokenizer manager: retracted requests are prefilled again.
+
+    A decode server would wait in vain for their KV.
+    """
+    if obj.mode == "retract" and manager.server_args.disaggregation_mode == "decode":
+        raise Refusal(
+            "mode is 'retract', and a decode server cannot prefill.", "Give in_place or abort."
+        )
 
 
 def _partly_changed(error: Exception) -> str:

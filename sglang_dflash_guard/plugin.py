@@ -197,6 +197,18 @@ ROWS = (
         "an unknown format crashes SGLang's scheduler",
     ),
     (
+        "managers.tokenizer_manager.TokenizerManager.pause_generation",
+        "BEFORE",
+        "control:check_pause",
+        "a decode server asks a prefill server twice for what it retracts, and waits in vain",
+    ),
+    (
+        "managers.multi_tokenizer_mixin.TokenizerWorker.pause_generation",
+        "BEFORE",
+        "control:check_pause",
+        "so does one with several tokenizers",
+    ),
+    (
         "managers.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
         "body:check_request",

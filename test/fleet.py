@@ -31,15 +31,22 @@ DROPPED = {"custom_logit_processor", "logit_bias", "stop_regex"}  # by the route
 
 @contextmanager
 def launched(
-    *of_each: tuple[str, ...], dflash: bool = True, environment: dict[str, str] | None = None
+    *of_each: tuple[str, ...],
+    dflash: bool = True,
+    environment: dict[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[list[ForkedServer]]:
-    """Servers with these flags, which are started at once. They may end."""
+    """Servers with these flags, which are started at once. They may end.
+
+    port: of a single one
+    """
     method = DFLASH if dflash else REFERENCE
     with TemporaryDirectory() as folder, ExitStack() as stack:
         given = with_forks({**os.environ, **STRICT, **(environment or {})}, folder)
         servers = []
         for flags in of_each:
-            servers.append(ForkedServer(list(releases.flags(*COMMON, *method, *flags)), given))
+            arguments = list(releases.flags(*COMMON, *method, *flags))
+            servers.append(ForkedServer(arguments, given, port=port))
             stack.callback(servers[-1].stop)
         for server in servers:
             stack.enter_context(server)
@@ -96,10 +103,10 @@ class Pair:
         self.prefill.flush()
         self.decode.flush()
 
-    def routed(self) -> AbstractContextManager[str]:
-        """The URL of SGLang's router in front of both."""
-        flags = ["--pd-disaggregation", "--decode", self.decode.url]
-        return _router([*flags, "--prefill", self.prefill.url, str(self.port)], workers=2)
+    def routed(self, *flags: str) -> AbstractContextManager[str]:
+        """The URL of SGLang's router, with these flags, in front of both."""
+        of_both = "--prefill", self.prefill.url, str(self.port), "--decode", self.decode.url
+        return _router(["--pd-disaggregation", *of_both, *flags], workers=2)
 
 
 @contextmanager

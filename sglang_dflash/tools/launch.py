@@ -94,8 +94,9 @@ class Server:
         environment: Mapping[str, str] | None = None,
         waiting: Callable[[float], None] = lambda _: None,
         command: Sequence[str] = LAUNCH,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         scheme = "https" if "--ssl-certfile" in arguments else "http"
         self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._waiting = waiting

@@ -64,7 +64,8 @@ class Disturber:
         assert self._server.post("/abort_request", {"abort_all": True}).status_code == 200
 
     def _pause(self) -> None:
-        mode = self._rng.choice(["in_place", "retract"])
+        modes = ["in_place"] if "decode" in self._server.flags else ["in_place", "retract"]
+        mode = self._rng.choice(modes)
         assert self._server.post("/pause_generation", {"mode": mode}).status_code == 200
         time.sleep(self._rng.uniform(0, 0.5))
         assert self._server.post("/continue_generation").status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from test.servers import Client, chat
 
 CLIENTS = 8
 TOKENS = (8, 40, 120)  # of an answer; with eight clients these do not fit into the small pool
+WRONGLY = "was answered wrongly"  # a worse fault than an error
 JSON_RECORD = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
 
 
@@ -52,6 +54,8 @@ class Load:
     server: Client
     asked: list[Question]
     seed: int
+    pardoned: str = "abort"  # a pattern of errors that may come in place of an answer
+    goes_on: bool = False  # after errors that are not pardoned
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -76,13 +80,14 @@ class Load:
 
     def _client(self, rng: random.Random) -> None:
         ways = [self._whole, self._stream, self._leave, self._abort]
-        while not self._stop.is_set() and not self.wrong:
+        while not self._stop.is_set() and (self.goes_on or not self.wrong):
             question, way = rng.choice(self.asked), rng.choice(ways)
             name = way.__name__.removeprefix("_")
             try:
                 way(question, rng)
             except Exception as error:  # noqa: BLE001 - a thread that ended would say nothing
                 self.wrong.append(f"{name}: {error!r}")
+                time.sleep(0.1)
             self.counts[name] += 1
 
     def _body(self, question: Question, **more: Any) -> dict[str, Any]:
@@ -133,13 +138,15 @@ class Load:
         if _is_aborted(answer):
             return
         if answer["output_ids"] != question.answer:
-            self.wrong.append(f"{how}: the answer to {question} ended early: {answer}")
+            self.wrong.append(f"{how}: {question} {WRONGLY}: it ended early: {answer}")
         self.counts["answered in full"] += 1
 
     def _judge_part(self, how: str, question: Question, answer: dict[str, Any]) -> bool:
         """Whether it is an answer, or the beginning of one, and no error."""
         if "error" in answer:
-            if "abort" not in json.dumps(answer["error"]).lower():
+            if re.search(self.pardoned, json.dumps(answer["error"]), re.I):
+                self.counts["pardoned"] += 1
+            else:
                 self.wrong.append(f"{how}: {json.dumps(answer)[:300]}")
             return False
         given, end = answer["output_ids"], answer["meta_info"]["finish_reason"]
@@ -155,7 +162,7 @@ class Load:
         else:
             is_right = given == question.answer[: len(given)]
         if not is_right:
-            self.wrong.append(f"{how}: {question} was answered by {given}")
+            self.wrong.append(f"{how}: {question} {WRONGLY}: {given}")
         return True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from test.chaos.__main__ import survive
+from test.chaos.apart import survive_apart
 from test.chaos.deaths import DEATHS
 
 pytestmark = pytest.mark.ci
@@ -14,6 +15,16 @@ pytestmark = pytest.mark.ci
 
 def test_nothing_is_lost() -> None:
     counts = survive(seconds=180, seed=1)
+    for way in ("whole", "stream", "leave", "abort", "flush", "pause", "stall", "bad_body"):
+        assert counts[way] > 0, counts
+    assert counts["retractions"] > 0
+    assert counts["answered in full"] > (counts["whole"] + counts["stream"]) / 2, counts
+
+
+@pytest.mark.full
+def test_prefill_and_decode_apart() -> None:
+    """In CI, test_disaggregation_apart.py kills two of their processes."""
+    counts = survive_apart(seconds=300, seed=1)
     for way in ("whole", "stream", "leave", "abort", "flush", "pause", "stall", "bad_body"):
         assert counts[way] > 0, counts
     assert counts["retractions"] > 0

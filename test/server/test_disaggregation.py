@@ -90,6 +90,14 @@ def test_a_refused_request_leaves_nothing(pair: Pair) -> None:
     pair.flush()
 
 
+def test_a_decode_server_cannot_prefill_again(pair: Pair) -> None:
+    """What it would retract."""
+    refused = pair.decode.post("/pause_generation", {"mode": "retract"})
+    assert refused.status_code == 400
+    assert "retract" in refused.text
+    assert pair.generate(PROMPTS[0])["output_ids"]
+
+
 def test_aborts(pair: Pair, one: Client) -> None:
     """At any time, on one server or on both. A half that is alone is given up in time."""
     rng = random.Random(53)

@@ -15,8 +15,10 @@ import requests
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.tools.launch import free_port
+from test.chaos.apart import MISSED, until
 from test.chaos.disturb import child
 from test.fleet import DECODE, OVER_TCP, PATIENCE, PREFILL, Pair, launched, prefill_and_decode
+from test.plugins import distribution
 from test.servers import FULL, SMALL_POOL, Client, chat, draft_of, running, without_speculation
 from training import hybrid
 
@@ -28,12 +30,17 @@ PROMPTS = [chat(example.prompt) for example in held_out("word", 8, seed=61)]
 
 
 def test_retraction_on_the_decode_server() -> None:
-    """A retracted request gets its KV back from the host, the draft's too; also in a window."""
+    """A retracted request gets its KV back from the host, the draft's too; also in a window.
+
+    It is never prefilled again, so a pause that would do so is refused.
+    """
     flags = (*FULL, "--speculative-draft-window-size", "48", "--page-size", "4")
+    decode = (*RETRACTS, *RADIX, "--tokenizer-worker-num", "2")
     with (
         running(*flags, dflash=True) as one,
-        prefill_and_decode(*flags, decode=(*RETRACTS, *RADIX)) as pair,
+        prefill_and_decode(*flags, decode=decode) as pair,
     ):
+        assert pair.decode.post("/pause_generation", {"mode": "retract"}).status_code == 400
         asked = [(prompt, i) for i in range(2) for prompt in PROMPTS]
         expected = [one.generate(prompt, **LONG) for prompt in PROMPTS] * 2
         with ThreadPoolExecutor(len(asked)) as threads:
@@ -47,17 +54,51 @@ def test_retraction_on_the_decode_server() -> None:
         pair.flush()
 
 
-@pytest.mark.parametrize(
-    ("dies", "title"),
-    [
-        ("prefill", "scheduler"),
-        ("decode", "main"),
-        pytest.param("prefill", "main", marks=pytest.mark.full),
-        pytest.param("decode", "scheduler", marks=pytest.mark.full),
-        pytest.param("prefill", "detokenizer", marks=pytest.mark.full),
-        pytest.param("decode", "detokenizer", marks=pytest.mark.full),
-    ],
-)
+STOPPED = """
+    def plugin():
+        import os, pathlib, time
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        folder = pathlib.Path(os.environ["STOPPED"])
+
+        def send(original, manager, session, slots, *args):
+            if len(slots) > 500:
+                (folder / "sending").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.01)
+            return original(manager, session, slots, *args)
+
+        target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache"
+        HookRegistry.register(target, send, HookType.AROUND)
+"""
+
+
+def test_an_abort_while_kv_is_sent(tmp_path: Path) -> None:
+    """Other requests get the slots when all has arrived. Here that takes three seconds."""
+    path = str(distribution(tmp_path, "stopped", "1.0", STOPPED))
+    environment = OVER_TCP | {"PYTHONPATH": path, "STOPPED": str(tmp_path)}
+    decode = ("--max-total-tokens", "1650", "--num-reserved-decode-tokens", "8")
+    sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
+    long = {"text": "one " * 700, "sampling_params": sampling, "rid": "aborted"}
+    with prefill_and_decode(*FULL, decode=decode, environment=environment) as pair:
+        with ThreadPoolExecutor(8) as threads:
+            known = list(threads.map(lambda p: pair.generate(p, **sampling), PROMPTS[:6]))
+            running = [threads.submit(pair.generate, prompt, **sampling) for prompt in PROMPTS[:6]]
+            time.sleep(0.7)
+            aborted = threads.submit(pair.ask, long)
+            until((tmp_path / "sending").exists)
+            for server in (pair.decode, pair.prefill):
+                assert server.post("/abort_request", {"rid": "aborted"}).status_code == 200
+            time.sleep(3)
+            (tmp_path / "go").touch()
+            answers = [each.result() for each in running]
+            ids = [answer["output_ids"] for answer in answers]
+            assert ids == [answer["output_ids"] for answer in known]
+            assert "Aborted" in aborted.result().text
+        pair.flush()
+
+
+@pytest.mark.parametrize(("dies", "title"), [("prefill", "scheduler"), ("decode", "main")])
 def test_one_dies_and_is_started_again(dies: str, title: str) -> None:
     """Requests end with an error, the other server loses nothing, and both serve as before."""
     port = free_port()
@@ -82,21 +123,13 @@ def test_one_dies_and_is_started_again(dies: str, title: str) -> None:
             for answer, ids in zip(answers, known, strict=True):
                 assert answer is None or answer == ids
         if dies == "prefill":
-            _wait_until_missed(survivor.log)
+            until(lambda: MISSED in survivor.log.read_text())
         with launched(flags[dies], environment=environment) as (again,):
             servers[dies] = Client(again)
             pair = Pair(**servers, port=port)
             assert [pair.generate(prompt, **LONG)["output_ids"] for prompt in PROMPTS] == known
             pair.flush()
             assert "Scheduler hit an exception" not in survivor.log.read_text()
-
-
-def _wait_until_missed(log: Path) -> None:
-    """Until the decode server has missed two heartbeats. It forgets the addresses of ranks then."""
-    until = time.monotonic() + 120
-    while "Losing connection with prefill instance" not in log.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 def _answer_or_error(pair: Pair, prompt: str) -> list[int] | None:
