@@ -18,7 +18,7 @@ import zmq
 logger = logging.getLogger(__name__)
 
 CONFIRMED = b"ABORT_ACK"  # begins a message; its room follows
-SENT_IN = 30.0  # seconds, mooncake's own limit of a transfer
+SENT_IN = 30.0  # seconds, after which a thread has died or hangs
 CONFIRMED_IN = 5.0  # seconds for the message; a server that started again does not send it
 
 

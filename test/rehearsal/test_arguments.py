@@ -265,7 +265,11 @@ REFUSED_REPLICAS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("hybrid", {}, ["recurrent states", "Leave --enable-dp-attention out"]),
     ("MLA", {"speculative_dflash_block_size": 5}, ["5 tokens", "2 ranks", "block-size"]),
     ("dense", WITH_ADAPTERS, ["LoRA", "Leave --enable-dp-attention out"]),
-    ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave"]),
+    (
+        "dense",
+        {"enable_hierarchical_cache": True},
+        ["--enable-hierarchical-cache", "Leave --enable-dp-attention out"],
+    ),
     (
         "dense",
         {"enable_dp_attention_local_control_broadcast": True},
@@ -285,10 +289,10 @@ REFUSED_APART: list[tuple[str, dict[str, Any], list[str]]] = [
         {"disaggregation_decode_enable_offload_kvcache": True},
         ["the target's KV only", "Leave it out"],
     ),
-    ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave"]),
+    ("dense", {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache", "Leave one of"]),
     ("two KV pools", {}, ["sliding-window layers", "Leave --disaggregation-mode out"]),
-    ("MLA", REPLICAS, ["--dp-size 2", "Leave"]),
-    ("dense", {"dp_size": 2}, ["--dp-size 2", "Leave"]),
+    ("MLA", REPLICAS, ["--dp-size 2", "Leave one of"]),
+    ("dense", {"dp_size": 2}, ["--dp-size 2", "Leave one of"]),
 ]
 HOST = {"enable_hierarchical_cache": True}
 REFUSED_HOST_CACHES: list[tuple[str, dict[str, Any], list[str]]] = [
