@@ -10,10 +10,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from threading import Condition, Lock, get_ident
 from typing import Any
 
 import zmq
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+
+from sglang_dflash.seam.flags import process_serves_dflash
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ def next_chunk(original: Callable[[Any], Any], queue: Any) -> Any:
 
 
 def wait_until_sent(sender: Any) -> None:
-    """BEFORE `MooncakeKVSender.failure_exception`, after which SGLang frees the slots."""
+    """Before `MooncakeKVSender.failure_exception`, after which SGLang frees the slots."""
     ROOMS.wait(sender.bootstrap_room)
 
 
@@ -122,13 +126,43 @@ class Confirmations:
 
 
 def listen(manager: Any) -> None:
-    """BEFORE `MooncakeKVManager.start_decode_thread`, which reads the socket."""
+    """Before `MooncakeKVManager.start_decode_thread`, which reads the socket."""
     manager.server_socket = Confirmations(manager.server_socket)
 
 
 def wait_until_confirmed(receiver: Any) -> None:
-    """BEFORE `MooncakeKVReceiver.failure_exception`, after which SGLang frees the slots."""
+    """Before `MooncakeKVReceiver.failure_exception`, after which SGLang frees the slots."""
     manager, address = receiver.kv_mgr, receiver.bootstrap_addr
     if receiver.abort_notified and address in manager.prefill_info_table:
         infos = receiver.bootstrap_infos
         manager.server_socket.wait(receiver.bootstrap_room, len(infos), address)
+
+
+BEFORE: dict[KVClassType, tuple[str, Callable[[Any], None]]] = {
+    KVClassType.MANAGER: ("start_decode_thread", listen),
+    KVClassType.SENDER: ("failure_exception", wait_until_sent),
+    KVClassType.RECEIVER: ("failure_exception", wait_until_confirmed),
+}
+
+
+def corrected(kind: type, backend: TransferBackend, class_type: KVClassType) -> type:
+    """AFTER `get_kv_class`: mooncake's classes, which wait.
+
+    They are imported only here. A hook of theirs would import `prometheus_client` in each server,
+    before SGLang names its directory, and all metrics would be zero.
+    """
+    if backend is not TransferBackend.MOONCAKE or class_type not in BEFORE:
+        return kind
+    return _preceded(kind, *BEFORE[class_type]) if process_serves_dflash() else kind
+
+
+@cache
+def _preceded(kind: type, name: str, before: Callable[[Any], None]) -> type:
+    """A subclass whose method of this name, without arguments, first calls `before`."""
+    original = getattr(kind, name)
+
+    def method(self: Any) -> None:
+        before(self)
+        original(self)
+
+    return type(kind.__name__, (kind,), {name: method})

@@ -147,6 +147,20 @@ for room in {NEEDS_ONLY_TORCH}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.sglang
+def test_plugins_leave_metrics_to_sglang() -> None:
+    """`prometheus_client` counts for one process only where SGLang has not named a directory."""
+    code = """
+import sys
+import sglang.srt.entrypoints.http_server
+from sglang.srt.plugins import load_plugins
+load_plugins()
+assert "sglang_dflash_guard" in sys.modules
+assert "prometheus_client" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_what_hangs_on_objects_of_sglang_is_listed() -> None:
     """Attributes of ours begin with `dflash`. SGLang has two such names of its own."""
     named = set()

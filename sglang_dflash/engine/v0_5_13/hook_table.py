@@ -208,22 +208,11 @@ DFLASH_HOOKS = (
         "only this tells which request a thread is sending",
     ),
     Hook(
-        "disaggregation.mooncake.conn.MooncakeKVSender.failure_exception",
-        "BEFORE",
-        "targets.transfers:wait_until_sent",
-        "SGLang frees slots that a thread is sending",
-    ),
-    Hook(
-        "disaggregation.mooncake.conn.MooncakeKVManager.start_decode_thread",
-        "BEFORE",
-        "targets.transfers:listen",
-        "SGLang drops the confirmation of an abort",
-    ),
-    Hook(
-        "disaggregation.mooncake.conn.MooncakeKVReceiver.failure_exception",
-        "BEFORE",
-        "targets.transfers:wait_until_confirmed",
-        "SGLang frees slots to which the prefill server is sending",
+        "disaggregation.utils.get_kv_class",
+        "AFTER",
+        "targets.transfers:corrected",
+        "mooncake frees slots that a thread is sending, and drops the confirmation of an abort",
+        always,  # the process of a bootstrap server may have no server arguments
     ),
     Hook(
         "disaggregation.common.conn.CommonKVManager.register_to_bootstrap",
