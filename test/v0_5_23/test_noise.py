@@ -14,7 +14,7 @@ from test.formats import CASES, by_own_names, write
 from test.reference import draft_block
 from test.v0_5_23.watched import PROMPT, answer_of
 
-SEED, VOCAB = 2**40 + 9, 200
+SEED, VOCAB = 2**40 + 17, 200  # with 2**40 + 9, a difference of 8e-6 decided a draw
 HEADS = [
     "zlab",
     "zlab sample_from_anchor",
