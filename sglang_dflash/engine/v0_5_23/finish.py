@@ -52,7 +52,8 @@ def states_up_to_the_end(
 def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
     """AROUND `Req.update_finish_state`: the first token that ends a request is its last.
 
-    SGLang has counted tokens of a thought behind it, too.
+    SGLang has counted tokens of a thought behind it, too. A request that is aborted ends with the
+    first token of its step.
     """
     _finish(original, req, new_accepted_len)
     if req.finished_len is not None:
@@ -62,7 +63,7 @@ def finish_in_order(original: Callable[..., None], req: Any, new_accepted_len: i
 def _finish(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:
     late, req.dflash_late = getattr(req, "dflash_late", None), None
     params, output = req.sampling_params, req.output_ids
-    if params.stop_strs or params.stop_regex_strs or late == FOLLOWED:
+    if params.stop_strs or params.stop_regex_strs or req.to_finish or late == FOLLOWED:
         for end in range(len(output) - new_accepted_len + 1, len(output)):
             with temporarily(req, output_ids=output[:end], grammar=None):
                 original(req)
