@@ -159,7 +159,7 @@ def not_ready(*flags: str) -> str:
     """The log of a server that ends before it serves."""
     with TemporaryDirectory() as folder:
         environment = with_forks({**os.environ, **STRICT}, folder)
-        server = ForkedServer([*COMMON, *DFLASH, *flags], environment)
+        server = ForkedServer(list(releases.flags(*COMMON, *DFLASH, *flags)), environment)
         try:
             with server:
                 raise AssertionError("it serves")
@@ -194,7 +194,7 @@ def answered_file() -> None:
 def missing_draft() -> None:
     """A draft that is not there is refused in one line."""
     with TemporaryDirectory() as folder:
-        command = [*LAUNCH, *COMMON, *DFLASH]
+        command = [*LAUNCH, *releases.flags(*COMMON, *DFLASH)]
         command += "--speculative-draft-model-path", str(Path(folder, "gone"))
         environment = {**os.environ, **STRICT}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
