@@ -7,24 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.engine.v0_5_23.finish import finish_in_order
-
-TOKENS = st.integers(0, 5)
-SAMPLING = st.fixed_dictionaries(
-    {
-        "max_new_tokens": st.integers(1, 12),
-        "stop_token_ids": st.none() | st.lists(TOKENS, min_size=1, max_size=2),
-        "ignore_eos": st.booleans(),
-    }
-)
-
-
-def request(sampling: dict[str, Any], ends: set[int]) -> Req:
-    params = SamplingParams(**sampling)
-    params.normalize(None)
-    return Req("r", "", [1], params, vocab_size=6, eos_token_ids=ends)
+from test.any_requests import SAMPLING, TOKENS, request
 
 
 def end(req: Req) -> tuple[Any, ...]:
@@ -33,11 +18,11 @@ def end(req: Req) -> tuple[Any, ...]:
     return list(req.output_ids[: req.finished_len]), reason and reason.to_json(), req.to_finish
 
 
-@given(SAMPLING, st.sets(TOKENS), st.lists(st.lists(TOKENS, min_size=1)), st.booleans())
+@given(SAMPLING, st.sets(TOKENS), TOKENS, st.lists(st.lists(TOKENS, min_size=1)), st.booleans())
 def test_a_step_at_once(
-    sampling: dict[str, Any], ends: set[int], steps: list[list[int]], aborted: bool
+    sampling: dict[str, Any], ends: set[int], first: int, steps: list[list[int]], aborted: bool
 ) -> None:
-    one, other = (request(sampling, ends) for _ in range(2))
+    one, other = (request(sampling, ends, first) for _ in range(2))
     for i, step in enumerate(steps):
         if one.finished():
             break

@@ -7,28 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.step.commit import append_until_finished
-
-TOKENS = st.integers(0, 5)
-SAMPLING = st.fixed_dictionaries(
-    {
-        "max_new_tokens": st.integers(1, 12),
-        "stop_token_ids": st.none() | st.lists(TOKENS, min_size=1, max_size=2),
-        "ignore_eos": st.booleans(),
-    }
-)
-
-
-def request(sampling: dict[str, Any], ends: set[int], first: int) -> Req:
-    """A request that has its first token from a prefill."""
-    params = SamplingParams(**sampling)
-    params.normalize(None)
-    req = Req("r", "", [1], params, vocab_size=6, eos_token_ids=ends)
-    req.output_ids.append(first)
-    req.update_finish_state()
-    return req
+from test.any_requests import SAMPLING, TOKENS, request
 
 
 def state(req: Req) -> tuple[Any, ...]:
