@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+update_finish_state = unwrap(Req.update_finish_state)  # SGLang's own; the plugin may be loaded
 TOKENS = st.integers(0, 5)
 SAMPLING = st.fixed_dictionaries(
     {
@@ -24,5 +26,5 @@ def request(sampling: dict[str, Any], ends: set[int], first: int) -> Req:
     params.normalize(None)
     req = Req("r", "", [1], params, vocab_size=6, eos_token_ids=ends)
     req.output_ids.append(first)
-    req.update_finish_state()
+    update_finish_state(req)
     return req

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_dflash.engine.v0_5_23.finish import finish_in_order
-from test.any_requests import SAMPLING, TOKENS, request
+from test.any_requests import SAMPLING, TOKENS, request, update_finish_state
 
 
 def end(req: Req) -> tuple[Any, ...]:
@@ -30,9 +30,9 @@ def test_a_step_at_once(
             one.to_finish = other.to_finish = FINISH_ABORT("gone")
         for token in step:
             one.output_ids.append(token)
-            one.update_finish_state()
+            update_finish_state(one)
             if one.finished():
                 break
         other.output_ids.extend(step)
-        finish_in_order(Req.update_finish_state, other, len(step))
+        finish_in_order(update_finish_state, other, len(step))
         assert end(other) == end(one)
