@@ -15,6 +15,7 @@ from threading import Condition, Lock, get_ident
 from typing import Any
 
 import zmq
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
 from sglang_dflash.seam.flags import process_serves_dflash
@@ -136,6 +137,30 @@ def wait_until_confirmed(receiver: Any) -> None:
     if receiver.abort_notified and address in manager.prefill_info_table:
         infos = receiver.bootstrap_infos
         manager.server_socket.wait(receiver.bootstrap_room, len(infos), address)
+
+
+def send_no_other_prompt(
+    original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AROUND `send_kv_chunk`: of a request that this server has refused or aborted before, nothing.
+
+    SGLang has prefilled a single token for it, in place of its prompt. A decode server that serves
+    the request would go on from that, and its answer would be wrong. Here both halves fail.
+    """
+    if req.to_finish is None or req.to_finish.status_code is None:  # a running one's is none
+        original(scheduler, req, *args, **kwargs)
+        return
+    manager, room = req.disagg_kv_sender.kv_mgr, req.bootstrap_room
+    req.disagg_kv_sender.abort()
+    for to in manager.transfer_infos.get(room, {}).values():
+        manager.sync_status_to_decode_endpoint(
+            to.endpoint, to.dst_port, room, KVPoll.Failed, manager.attn_tp_rank
+        )
+
+
+def keep_own_reason(_: None, req: Any, *__: Any, **___: Any) -> None:
+    """AFTER `prepare_abort`, for a failed half: what has ended the request on this server."""
+    req.finished_reason = req.to_finish or req.finished_reason
 
 
 BEFORE: dict[KVClassType, tuple[str, Callable[[Any], None]]] = {

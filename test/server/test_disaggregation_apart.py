@@ -98,6 +98,50 @@ def test_an_abort_while_kv_is_sent(tmp_path: Path) -> None:
         pair.flush()
 
 
+COMPILING = """
+    def plugin():
+        import os, pathlib, time
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.server_args import get_global_server_args
+
+        folder = pathlib.Path(os.environ["COMPILING"])
+
+        def compile(original, *args):
+            if get_global_server_args().disaggregation_mode == "prefill":
+                (folder / "compiling").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.01)
+            return original(*args)
+
+        target = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
+        HookRegistry.register(f"{target}._init_value_dispatch", compile, HookType.AROUND)
+"""
+
+
+def test_a_request_that_only_one_server_ends(tmp_path: Path) -> None:
+    """SGLang prefills another prompt then. The decode server does not go on from its KV."""
+    path = str(distribution(tmp_path, "compiling", "1.0", COMPILING))
+    environment = OVER_TCP | {"PYTHONPATH": path, "COMPILING": str(tmp_path)}
+    small = ("--max-total-tokens", "400")
+    sampling = {"temperature": 0, "max_new_tokens": 20, "regex": "(.|\\n)*"}
+    with prefill_and_decode(*FULL, prefill=small, environment=environment) as pair:
+        asked = {"text": PROMPTS[0], "sampling_params": sampling, "rid": "aborted"}
+        with ThreadPoolExecutor(1) as threads:
+            aborted = threads.submit(pair.ask, asked)
+            until((tmp_path / "compiling").exists)
+            assert pair.prefill.post("/abort_request", {"rid": "aborted"}).status_code == 200
+        (tmp_path / "go").touch()
+        too_long = {"text": "one " * 600, "sampling_params": {"max_new_tokens": 20}}
+        for answer in (aborted.result(), pair.ask(too_long)):
+            assert answer.status_code == 500, answer.text
+            assert "KVTransferError" in answer.text
+        refused = pair.ask(asked | {"sampling_params": {"regex": "("}})
+        assert refused.status_code == 400
+        assert "Failed to compile regex grammar" in refused.text
+        pair.flush()
+        assert pair.generate(PROMPTS[0], **sampling)["output_ids"]
+
+
 @pytest.mark.parametrize(("dies", "title"), [("prefill", "scheduler"), ("decode", "main")])
 def test_one_dies_and_is_started_again(dies: str, title: str) -> None:
     """Requests end with an error, the other server loses nothing, and both serve as before."""

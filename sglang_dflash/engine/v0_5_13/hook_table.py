@@ -239,6 +239,18 @@ DFLASH_HOOKS = (
         "SGLang sends the buffers of target and draft to servers that have others",
     ),
     Hook(
+        "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        "AROUND",
+        "targets.transfers:send_no_other_prompt",
+        "a request that only the prefill server aborts or refuses is answered wrongly",
+    ),
+    Hook(
+        "disaggregation.utils.prepare_abort",
+        "AFTER",
+        "targets.transfers:keep_own_reason",
+        "where one half fails, the other forgets why it has refused the request",
+    ),
+    Hook(
         "speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
         "AROUND",
         "targets.arrivals:state_of_arrivals",
