@@ -43,7 +43,7 @@ def difference(ours: Any, theirs: Any, bounds: Bounds = FP32_KV, where: str = ""
     if _is_forbidden(ours) and _is_forbidden(theirs):
         return None
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        return _difference_of_fields(ours, theirs, bounds, where)
+        return _difference_of_fields(ours, _without_others(theirs), bounds, where)
     if isinstance(theirs, list) and isinstance(ours, list):
         if where.endswith("hidden_states[0]"):  # the prompt's, without what each server had cached
             least = min(len(ours), len(theirs))
@@ -104,6 +104,17 @@ def _difference_of_fields(
         if found := difference(ours[key], theirs[key], bounds, f"{where}.{key}"):
             return found
     return None
+
+
+def _without_others(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The fields, without the states of the other copies of a prompt (`n`).
+
+    SGLang appends them to the states that the first copy's prefill has computed.
+    """
+    match theirs:
+        case {"hidden_states": [list() as prompt, *rest], "prompt_tokens": n, "cached_tokens": k}:
+            return theirs | {"hidden_states": [prompt[: n - k], *rest]}
+    return theirs
 
 
 def _is_forbidden(answer: Any) -> bool:

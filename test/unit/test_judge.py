@@ -66,3 +66,14 @@ def test_an_aborted_answer_is_a_beginning(ours: Any, right: bool) -> None:
     request = Request(0, "/generate", body, [], abort_after=0.1)
     whole = {"output_ids": [1, 3], "meta_info": {"finish_reason": {"type": "length"}}}
     assert (judge(request, ours, whole, FP32_KV) is None) == right
+
+
+def states(cached: int, *of_tokens: float) -> dict[str, Any]:
+    prompt = [[state] for state in of_tokens]
+    return {"hidden_states": [prompt, [4.0]], "prompt_tokens": 3, "cached_tokens": cached}
+
+
+@pytest.mark.parametrize(("theirs", "equal"), [((3.0,), True), ((3.0, 3.0), True), ((2.0,), False)])
+def test_states_of_a_prompt_are_compared_from_its_end(theirs: Any, equal: bool) -> None:
+    """SGLang appends those of other copies."""
+    assert (difference(states(0, 1.0, 2.0, 3.0), states(2, *theirs)) is None) == equal
