@@ -87,6 +87,15 @@ def is_health_check(original: Any, request: Any) -> bool:
     return isinstance(getattr(request, "rid", None), str) and bool(original(request))
 
 
+def answer_health_checks(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `Scheduler.on_idle`: some came with the last step, and wait for the end of a next one.
+
+    SGLang 0.5.23 answers them here, too.
+    """
+    while scheduler.return_health_check_ipcs:
+        scheduler.maybe_send_health_check_signal()
+
+
 def drop_finished(scheduler: Any, *_: Any, **__: Any) -> None:
     """BEFORE `Scheduler.flush_cache`: an answer is sent before its request leaves the batch.
 

@@ -262,6 +262,12 @@ ROWS_OF: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "with --incremental-streaming-output, SGLang cuts new text off as if it were sent",
         ),
         (
+            "managers.scheduler.Scheduler.on_idle",
+            "BEFORE",
+            "control:answer_health_checks",
+            "a health check right after an answer fails 20 s later",
+        ),
+        (
             "managers.scheduler.Scheduler.flush_cache",
             "BEFORE",
             "control:drop_finished",

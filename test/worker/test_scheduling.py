@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.method.block import Block
 from sglang_dflash.settings.options import DRAFT_AHEAD
@@ -69,6 +76,30 @@ def test_a_pause_does_not_shut_waiting_requests_out(target: str, draft: str, alo
         engine.scheduler.continue_generation(ContinueGenerationReqInput())
         engine.run(second, limit=100)
         assert [facts(first), facts(second)] == expected
+
+
+def test_a_health_check_right_after_an_answer(target: str, draft: str) -> None:
+    """A busy server answers it after its next step. There is none."""
+    check = TokenizedGenerateReqInput(
+        rid=f"{HEALTH_CHECK_RID_PREFIX}_1",
+        input_text="",
+        input_ids=array("q", [0]),
+        mm_inputs=None,
+        sampling_params=SamplingParams(max_new_tokens=1),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    with InProcess(target, draft) as engine:
+        req = engine.add(prompt(32, 20), max_new_tokens=20)
+        while not req.finished():
+            engine.step()
+        engine.scheduler.process_input_requests([check])
+        assert engine.scheduler.return_health_check_ipcs
+        assert not engine.step()
+        assert not engine.scheduler.return_health_check_ipcs
 
 
 def test_a_block_is_drafted_before_the_host_commits(
