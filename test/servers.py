@@ -83,7 +83,8 @@ REFERENCE_PLUGIN = """
 """
 # A process that SGLang spawns imports SGLang anew, most of a server's start. A fork has it already.
 # What users start spawns: `test_sglang_serve` does so, too. Further processes for HTTP are spawned
-# here, too: a fork of the first one would have its metrics.
+# here, too: a fork of the first one would have its metrics. And the controller of replicas does
+# nothing but look for messages, which takes all of a core.
 FORKED = """
     def plugin():
         import multiprocessing
@@ -97,6 +98,13 @@ FORKED = """
         HookRegistry.register(configured, start_by("fork"), HookType.AFTER)
         launched = f"{engine}.Engine._launch_subprocesses"
         HookRegistry.register(launched, start_by("spawn"), HookType.AFTER)
+
+        def wait_for_messages(controller):
+            feed, inbox = controller.soft_watchdog.feed, controller.recv_from_tokenizer
+            controller.soft_watchdog.feed = lambda: (inbox.poll(100), feed())
+
+        controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+        HookRegistry.register(f"{controller}.event_loop", wait_for_messages, HookType.BEFORE)
 """
 
 

@@ -91,7 +91,9 @@ def test_replicas(
     assert {(2, 1), (4, 3)} <= busy.replayed
 
 
-@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3"])
+@pytest.mark.parametrize(
+    "backend", ["fa3", *(pytest.param(b, marks=pytest.mark.full) for b in ("triton", "flashinfer"))]
+)
 def test_replicas_without_a_graph(small: Path, backend: str) -> None:
     """A batch is larger than the largest graph, so both replicas verify without one."""
     flags = {"cuda_graph_bs": [1]}

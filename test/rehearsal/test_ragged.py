@@ -83,7 +83,10 @@ def test_any_rows(
     assert replayed >= CUTS
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("fa3", "triton"), ("triton", "flashinfer")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [pytest.param("fa3", "triton", marks=pytest.mark.full), ("triton", "flashinfer")],
+)
 def test_two_backends(small: Path, prefill: str, decode: str) -> None:
     """The prefill backend verifies, and the other one drafts."""
     asked = answer(small, {str(i): Asked(prompt(957 + i, 20), N) for i in range(3)})
@@ -151,7 +154,8 @@ def test_one_request_at_a_time(small: Path) -> None:
         assert_exact(serve(run, one), one)
 
 
-@pytest.mark.parametrize("backend", ["fa3", pytest.param("triton", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
 def test_seeds(small: Path, backend: str) -> None:
     """SGLang's own draws by seed need to know on the host whose each row is."""
     filters: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.9}]

@@ -25,11 +25,16 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m[0]}-{m[1]}" for m in MUTATIONS])
-def test_mutations(small: Path, monkeypatch: pytest.MonkeyPatch, mutation: Change) -> None:
+@pytest.fixture(scope="module")
+def asked(small: Path) -> dict[str, Asked]:
     kinds = all_kinds()
-    some = {name: kinds[name] for name in ("greedy", "logprobs", "radix", "penalties")}
-    asked = answer(small, some)
+    return answer(small, {n: kinds[n] for n in ("greedy", "logprobs", "radix", "penalties")})
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m[0]}-{m[1]}" for m in MUTATIONS])
+def test_mutations(
+    small: Path, asked: dict[str, Asked], monkeypatch: pytest.MonkeyPatch, mutation: Change
+) -> None:
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
     mutate(monkeypatch, *mutation)
     with pytest.raises(WRONG):

@@ -36,8 +36,8 @@ def asked(small: Path) -> dict[str, Asked]:
 @pytest.mark.parametrize(
     ("backend", "page", "ahead"),
     [
-        ("fa3", 1, "on"),
-        pytest.param("fa3", 16, "off", marks=pytest.mark.ci),
+        pytest.param("fa3", 1, "on", marks=pytest.mark.full),
+        ("fa3", 16, "off"),
         pytest.param("flashinfer", 1, "on", marks=pytest.mark.full),
         ("flashinfer", 16, "off"),
         ("triton", 1, "on"),

@@ -39,7 +39,7 @@ def test_random_requests_of_replicas_of_two_ranks(tmp_path: Path) -> None:
     own = *FOUR, *SMALL, *AHEAD, "--page-size", "16", "--speculative-draft-model-path", str(draft)
     dflash = running(*ALL_FEATURES, *both, *own, dflash=True)
     with without_speculation(*both) as plain, dflash as server:
-        check(compare(18, range(COMPARED), plain.url, server.url), COMPARED)
+        check(compare(26, range(COMPARED), plain.url, server.url), COMPARED)
 
 
 def test_drafts_are_those_of_one_rank() -> None:

@@ -81,6 +81,7 @@ def test_sglang_has_changed(reference: Client, tmp_path: Path) -> None:
     assert log.count(LACKING) == 1
 
 
+@pytest.mark.full
 def test_an_engine_says_it_too(tmp_path: Path) -> None:
     """`sglang.Engine` serves no HTTP."""
     script = tmp_path / "engine.py"

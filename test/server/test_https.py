@@ -30,7 +30,9 @@ def certified(key: Path, certificate: Path) -> tuple[str, ...]:
     return "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["uvicorn", "Granian", pytest.param("two workers", marks=pytest.mark.full)]
+)
 def test_serves(
     way: str, reference: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

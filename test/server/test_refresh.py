@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from sglang_dflash.tiny.prompts import held_out
 from test.servers import Client, chat, running
-from training import refresh
+from training import refresh, rows
 from training.answers import generate
 
 CLIENTS = 3
@@ -60,6 +61,7 @@ def test_a_draft_follows_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accept lengths fall with the target's new weights, and rise with the trained draft's."""
+    monkeypatch.setattr(rows, "BATCH", 4)  # 16 take 5 GB
     features = tmp_path / "features"
     features.mkdir()
     target = refresh.change_target(tmp_path, 6, "cpu")
@@ -70,15 +72,20 @@ def test_a_draft_follows_its_target(
     with running(*flags, dflash=True) as server:
         server_of_draft = refresh.Running(server.url)
         before = server_of_draft.accept_length()
-        with load(server):
-            server_of_draft.refresh(target, "target")
+        take = refresh.Running.refresh
+
+        def take_under_load(*given: Any) -> None:
+            with load(server):
+                take(*given)
+
+        monkeypatch.setattr(refresh.Running, "refresh", take_under_load)
+        server_of_draft.refresh(target, "target")
         assert answers_equal(server, target)
         server_of_draft.collect(96, features)
         given = ["--work", tmp_path, "--url", server.url, "--features", features]
         given += ["--target", target, "--draft-steps", 80]
         monkeypatch.setattr("sys.argv", ["refresh", *map(str, given)])
-        with load(server):
-            refresh.main()
+        refresh.main()
         assert answers_equal(server, target)
         server.flush()
     *_, said = capsys.readouterr().out.splitlines()

@@ -99,7 +99,7 @@ def events(server: Client, path: str, body: dict[str, Any], tokens: int) -> list
     "server",
     [
         "deepseekv4",
-        pytest.param("llama3", marks=pytest.mark.ci),
+        pytest.param("llama3", marks=pytest.mark.full),
         pytest.param("qwen25", marks=pytest.mark.ci),
     ],
     indirect=True,

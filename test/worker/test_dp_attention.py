@@ -112,9 +112,12 @@ def test_uneven_replicas(
     assert other.retracted == 0
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen2ForCausalLM"]
+    "architecture",
+    [
+        pytest.param("LlamaForCausalLM", marks=pytest.mark.ci),
+        *(pytest.param(f"{n}ForCausalLM", marks=pytest.mark.full) for n in ("Gemma3", "Qwen2")),
+    ],
 )
 def test_a_class_that_divides_attention_among_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
