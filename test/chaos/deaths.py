@@ -60,7 +60,8 @@ def ended(server: Client, family: list[psutil.Process]) -> int:
 def killed(title: str, *flags: str) -> None:
     """A process of a server with these flags is killed, the server ends, and its log says why.
 
-    Its parent and its children end with it, so the log may name one of them.
+    Its parent and its children end with it, so the log may name one of them. So may a rank that
+    computes with it, and ends first.
     """
     with doomed(*flags) as server:
         asked, family = questions(server, random.Random(1), 4), processes(server)
@@ -73,7 +74,8 @@ def killed(title: str, *flags: str) -> None:
             status = ended(server, family)
         assert status != 0
         log = server.server.log.read_text()
-        assert any(f"(pid={pid}) crashed" in log for pid in dying), server.server.tail()
+        lines = [f"(pid={pid}) crashed" for pid in dying] + ["Another rank of this server is gone"]
+        assert any(line in log for line in lines), server.server.tail()
         lost = [error for error in load.wrong if "ConnectionError" not in error]
         assert all("Chunked" in error or "Connection" in error for error in lost), lost
 
