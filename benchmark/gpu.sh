@@ -8,6 +8,7 @@
 #   exact       tokens of the bundled pair in bf16 against those of no speculation, on every backend
 #   speed       8B shapes, SIMULATED acceptance, fa3: no speculation, the built-in, ours
 #   trace       the same: a profile of ten steps, ours and the built-in's
+#   peer        the same: the DFLASH of another SGLang, which PEER has, and ours
 #   not_ahead   the same: ours, not drafting ahead
 #   flashinfer  the same with flashinfer: the built-in, ours
 #   pages       the same: ours, page size 1 and 16
@@ -22,6 +23,7 @@
 #
 # PYTHON  a Python with torch 2.11 (CUDA 13)                          [python3]
 # BUNDLE  folder of unpack.sh and bundle/, to install SGLang from; unset: it is installed already
+# PEER    a folder with another SGLang for $PYTHON, such as `pip install --target` makes
 # OUT     where results go: JSON, and logs.tar.gz                     [benchmark/results/gpu]
 #         A stage continues where it stopped, at the same commit: the parts in $OUT/done, and the
 #         tests in $OUT/passed, are not run again.
@@ -97,6 +99,20 @@ stage_speed() {
 stage_trace() {
   TAIL=80 part 400 trace "$PYTHON" -m benchmark.trace "${dummy[@]}" $(backend fa3) \
     --sides "${SIDES:-ours,builtin}" ${DRY_RUN:+--tokens 600} --out "$OUT"
+}
+stage_peer() {
+  local python=$PYTHON
+  if [ -n "${PEER:-}" ]; then
+    python=$work/peer-python
+    printf '#!/bin/sh\nPYTHONPATH=%s TVM_FFI_CACHE_DIR=%s PATH=%s exec %s "$@"\n' "$PEER" \
+      "$PEER/.tvm-ffi-cache" "$PEER/.jit-bin:\$PATH" "$PYTHON" >"$python"
+    chmod +x "$python"
+  elif [ -z "${DRY_RUN:-}" ]; then # which compares the SGLang at hand
+    echo "The stage peer needs PEER: see the head of $0." >&2
+    return 1
+  fi
+  part 500 peer "$PYTHON" -m benchmark.sweep "${dummy[@]}" "${simulated[@]}" "${load[@]}" \
+    $(backend fa3) --sides "${SIDES:-ours,peer}" --peer "$python" --out "$OUT/speed_peer.json"
 }
 stage_not_ahead() {
   SGLANG_DFLASH_DRAFT_AHEAD=off part 200 not_ahead "$PYTHON" -m benchmark.sweep "${dummy[@]}" \

@@ -38,6 +38,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def sglang_of(python: str) -> str:
+    """The version of SGLang that this Python imports."""
+    code = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return said.stdout.strip()
+
+
 def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmark.sides import FAMILIES
+from benchmark.sides import FAMILIES, PEER
 from benchmark.stats import median_and_spread
 
-ORDER = ("none", "ngram", "eagle3", "builtin", "ours", *FAMILIES)
+ORDER = ("none", "ngram", "eagle3", "builtin", PEER, "ours", *FAMILIES)
 SHOWN = {
     "none": "no speculation",
     "builtin": "built-in DFLASH",
+    PEER: "the peer's DFLASH",
     "ours": "sglang-dflash",
     "dspark": "DSpark",
     "dflash2": "DFlash 2",
@@ -76,10 +77,11 @@ def by_concurrency(points: list[dict[str, Any]]) -> dict[int, dict[str, dict[str
 def _heading(data: dict[str, Any]) -> str:
     hardware, versions, settings = data["hardware"], data["versions"], data["settings"]
     machine = f"{hardware.get('gpu', hardware['cpu'])}, {hardware['cores']} cores"
+    peer = f", the peer's {settings[PEER]}" if PEER in settings else ""
     text = (
         f"{settings['pair']} pair, {settings['dtype']}, {settings['threads']} threads a server, "
         f"{settings['max_tokens']} tokens at most, chat template {settings['chat_template']}; "
-        f"{machine}; SGLang {versions['sglang']}, commit {versions['commit']}. Median of "
+        f"{machine}; SGLang {versions['sglang']}{peer}, commit {versions['commit']}. Median of "
         f"{settings['repeats']} repeats, ± half of (max - min) / median."
     )
     if settings.get("simulate_survival"):  # older files have none

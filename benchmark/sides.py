@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,17 +20,19 @@ TIMERS = "dflash_step_timers"
 SURVIVAL = "dflash_simulated_survival"
 DECODE_GRAPHS = "--cuda-graph-max-bs-decode"  # since SGLang 0.5.19
 PLUGINS = {"ours": ["dflash", "dflash_guard"], "builtin": ["dflash_builtin_bench"]}
+PEER = "peer"  # the DFLASH of another SGLang, which `--peer` starts
 # Sides: ours, with a draft of this family.
 FAMILIES = ("dspark", "dflash2", "domino", "jetspec", "dspine", "lilicorr")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server: its flags and its environment."""
+    """One server: its flags, its environment, and the Python that has its SGLang."""
 
     name: str
     flags: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--families", type=Path, help="its folders are drafts of sides so named")
     parser.add_argument("--eagle3", type=Path, help="draft of the side eagle3")
+    parser.add_argument("--peer", metavar="PYTHON", help="has the SGLang of the side peer")
     parser.add_argument("--dtype", default=dtype)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="KV of each server")
     parser.add_argument("--max-running-requests", type=int, default=32)
@@ -87,7 +91,7 @@ def make_side(
     flags += ["--random-seed", str(args.seed), *args.server_flags.split()]
     if args.attention_backend:
         flags += ["--attention-backend", args.attention_backend]
-    if name in PLUGINS:
+    if name in (*PLUGINS, PEER):
         flags += ["--speculative-algorithm", "DFLASH"]
         flags += ["--speculative-draft-model-path", str(draft)]
         if args.block_size:
@@ -100,15 +104,18 @@ def make_side(
     width = args.verify_width or ("full" if accept_length else None)  # equal work if simulated
     if name == "ours" and width:
         flags += ["--speculative-dflash-verify-width", width]
-    plugins = PLUGINS.get(name, []) + ([] if torch.cuda.is_available() else ["dflash_cpu"])
+    plugins = PLUGINS.get(name, [])
+    if not torch.cuda.is_available():
+        plugins = [*(PLUGINS["builtin"] if name == PEER else plugins), "dflash_cpu"]
     environment = {"OMP_NUM_THREADS": str(max(1, args.threads // args.tp))}
     if step_times is not None:
         plugins = [*plugins, TIMERS]
         environment["DFLASH_STEP_TIMES"] = str(step_times)
-    if accept_length and name in PLUGINS:
+    if accept_length and name in (*PLUGINS, PEER):
         environment["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
     environment["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
-    return Side(shown, flags, environment)
+    python = args.peer if name == PEER else sys.executable
+    return Side(shown, flags, environment, python)
 
 
 def with_survival(side: Side, profile: str) -> Side:
@@ -132,7 +139,8 @@ def serving(
         servers = {}
 
         def start(side: Side) -> Server:
-            server = Server(side.flags, side.environment)
+            command = side.python, "-m", "sglang.launch_server"
+            server = Server(side.flags, side.environment, command=command)
             stack.push(server.__exit__)
             return server
 

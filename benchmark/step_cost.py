@@ -38,7 +38,7 @@ class Timed:
 
     def flush(self) -> None:
         """Flush the cache, so that no step has to evict earlier prompts."""
-        requests.post(f"{self._server.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self._server.url}/flush_cache?timeout=30", timeout=60).raise_for_status()
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[dict[str, Any]], float]:
         """Decode a whole batch; returns its timed steps at full size, and the accept length."""

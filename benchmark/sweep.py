@@ -26,6 +26,7 @@ from benchmark import machine, report, workloads
 from benchmark.load import Answer, Settings, accept_length, answer_all, stream_all
 from benchmark.sides import (
     FAMILIES,
+    PEER,
     add_axes,
     add_server_options,
     make_side,
@@ -86,8 +87,9 @@ def accuracy(prompts: list[Prompt], answers: list[Answer]) -> float | None:
 
 
 def flush(urls: Sequence[str]) -> None:
+    """Empty the radix caches, once the servers have nothing to do any more."""
     for url in urls:
-        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
 
 
 def timed_run(urls: Sequence[str], prompts: list[Prompt], settings: Settings) -> dict[str, Any]:
@@ -277,7 +279,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sides",
         type=names,
         default=["none", "builtin", "ours"],
-        help="of none, builtin, ours, ngram, eagle3",
+        help="of none, builtin, ours, ngram, eagle3, peer: SGLang's own in --peer",
     )
     parser.add_argument(
         "--base-url",
@@ -329,6 +331,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("give --families")
     if "eagle3" in args.sides and args.eagle3 is None:
         parser.error("the side eagle3 needs --eagle3 DRAFT")
+    if PEER in args.sides and args.peer is None:
+        parser.error("the side peer needs --peer PYTHON")
     return args
 
 
@@ -337,8 +341,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     told = {key: value for key, value in vars(args).items() if key != "out"}
     told["base_url"] = dict(args.base_url)  # as JSON gives it back
     told["pair"] = "bundled" if args.model == TARGET else f"{args.model.name}, {args.draft.name}"
-    untold = {"model", "draft", "families", "eagle3"} | (set() if args.apart else {"apart"})
-    return {key: value for key, value in told.items() if key not in untold}
+    untold = {"model", "draft", "families", "eagle3", "peer"} | (set() if args.apart else {"apart"})
+    settings = {key: value for key, value in told.items() if key not in untold}
+    return settings | ({"peer": machine.sglang_of(args.peer)} if PEER in args.sides else {})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,11 @@ def answer(ids: list[int], tops: list[list[list[Any]]] | None = None) -> dict[st
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/bash
-case "$*" in *pytest*) echo "{said}"; exit {status} ;; esac
+case "$*" in
+*--peer*) while [ "$1" != --peer ]; do shift; done
+  exec "$2" -c 'import os; print(os.environ["PYTHONPATH"], os.environ["PATH"])' ;;
+*pytest*) echo "{said}"; exit {status} ;;
+esac
 exec {python} "$@"
 """
 
@@ -80,6 +84,14 @@ def test_what_no_commit_names_is_not_gone_on_with(tmp_path: Path, commit: str) -
     again = climb(tmp_path, "quantised", status=0, COMMIT=commit)
     assert again.returncode == 1
     assert "give another OUT" in again.stderr
+
+
+def test_the_peer_has_its_own_packages(tmp_path: Path) -> None:
+    """None of ours, which stand first otherwise; and what was compiled ahead for it."""
+    peer = tmp_path / "peer"
+    done = climb(tmp_path, "peer", status=0, PEER=str(peer))
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{peer} {peer}/.jit-bin:{os.environ['PATH']}\n")
 
 
 def test_there_is_no_such_stage(tmp_path: Path) -> None:

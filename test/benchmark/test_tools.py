@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmark import dummy, plot, report, workloads
 from benchmark.load import Answer, _request
+from benchmark.sides import make_side
 from benchmark.stats import median_and_spread, percentile
 from benchmark.step_cost import split, tokens_of
 from benchmark.sweep import Results, Sweep, acceptance, parse, settings_at, settings_of
@@ -150,8 +152,35 @@ def test_table_shows_medians_and_speed_up(sweep_file: dict[str, Any]) -> None:
     assert "| sglang-dflash | word | 2.30 | 0.750 | 0.80 0.50 |" in table
     assert "needs a GPU" in table
     assert "SIMULATED" not in table
+    assert "SGLang 0.5.13.post1, commit abc" in table
+    sweep_file["settings"]["peer"] = "0.5.99"
+    assert "SGLang 0.5.13.post1, the peer's 0.5.99, commit abc" in report.markdown(sweep_file)
     sweep_file["settings"]["simulate_accept_length"] = 6.36
     assert report.markdown(sweep_file).startswith("**SIMULATED acceptance of 6.36")
+
+
+def test_a_peer_is_another_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its release is a setting: a later run does not go on with another one."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    info = tmp_path / "sglang-0.5.99.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: sglang\nVersion: 0.5.99\n")
+    given = ["--out", "x.json", "--sides", "ours,peer"]
+    with pytest.raises(SystemExit):
+        parse(given)
+    assert "the side peer needs --peer PYTHON" in capsys.readouterr().err
+    args = parse([*given, "--peer", str(python)])
+    assert settings_of(args)["peer"] == "0.5.99"
+    args.page_size, args.tp = 1, 1
+    args.block_size = args.verify_width = args.attention_backend = None
+    ours, peer = (make_side(name, args, accept_length=6.36) for name in args.sides)
+    assert (ours.python, peer.python) == (sys.executable, str(python))
+    width = ["--speculative-dflash-verify-width", "full"]
+    assert peer.flags == [flag for flag in ours.flags if flag not in width]
+    assert peer.environment["SGLANG_SIMULATE_ACC_LEN"] == "6.36"
+    assert not {"dflash", "dflash_guard"} & {*peer.environment["SGLANG_PLUGINS"].split(",")}
 
 
 def test_a_fleet_is_a_side() -> None:

@@ -81,10 +81,10 @@ class Margins:
     def _watched(self, batch: Any, block: Any) -> Any:
         before = [(req, len(req.output_ids)) for req in batch.reqs]
         verified = self._verify(batch, block)
-        logits = verified.output.next_token_logits
-        assert torch.equal(verified.accepted.outcome.sampled.flatten(), logits.argmax(-1))
+        logits, cut = verified.output.next_token_logits, verified.block
+        assert torch.equal(cut.flatten(verified.accepted.outcome.sampled), logits.argmax(-1))
         two = logits.topk(2).values
-        rows = (two[:, 0] - two[:, 1]).view(len(before), -1).tolist()
+        rows = cut.unflatten(two[:, 0] - two[:, 1]).tolist()
         for (req, length), row in zip(before, rows, strict=True):
             for j, margin in enumerate(row):
                 self.of[req.rid, length + j] = margin
