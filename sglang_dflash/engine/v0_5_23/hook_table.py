@@ -122,6 +122,21 @@ DFLASH_HOOKS = (
         process_serves_dflash,
     ),
     Hook(
+        "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
+        "AFTER",
+        "engine.v0_5_23.hooks:rows_for_two_blocks",
+        "at the end of the context, SGLang writes slots into the next request's row",
+        process_serves_dflash,
+    ),
+    Hook(
+        "model_executor.model_runner_components.attention_backend_setup"
+        "._build_full_attention_backend_from_str",
+        "AROUND",
+        "engine.v0_5_23.hooks:room_for_two_blocks",
+        "FA3's page tables end at the context length, a block after it",
+        process_serves_dflash,
+    ),
+    Hook(
         "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
         "._resolve_spec_v2_tokens",
         "AROUND",

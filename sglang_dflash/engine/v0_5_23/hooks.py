@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_page_size,
+    get_alloc_reserve_per_decode,
+)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     get_server_return_hidden_states_mode,
@@ -21,6 +25,7 @@ from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.logits.grammar import mask_by_grammar
 from sglang_dflash.model.target_parts import language_model
 from sglang_dflash.seam import release
+from sglang_dflash.seam.patched import temporarily
 from sglang_dflash.seam.resolving import Arguments
 from sglang_dflash.settings.options import flags_of
 
@@ -164,3 +169,23 @@ def bound_requests(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
     room = longest_request(tokens, options.reserved_tokens, worker.model_runner.page_size)
     longest = min(others[3], room)
     return (tokens, *others[:3], longest, min(others[4], longest - 5), *others[5:])
+
+
+def rows_for_two_blocks(extra: int) -> int:
+    """AFTER `get_req_to_token_extra_context_len`: a row holds all slots that a step reserves.
+
+    SGLang makes rows as wide for larger pages only. Near the end of the context, it then writes
+    slots of a request into the row of the next one.
+    """
+    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+
+
+def room_for_two_blocks(original: Callable[..., Any], *, model_runner: Any, **given: Any) -> Any:
+    """AROUND `_build_full_attention_backend_from_str`: blocks may end after the context.
+
+    FA3's page tables are as wide as the context length, and have no pages for positions after it.
+    """
+    config = model_runner.model_config
+    longest = config.context_len + get_alloc_reserve_per_decode()
+    with temporarily(config, context_len=longest):
+        return original(model_runner=model_runner, **given)
