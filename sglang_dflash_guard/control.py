@@ -111,6 +111,8 @@ def release_memory(original: Any, updater: Any, request: ReleaseMemoryOccupation
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: SGLang asserts this."""
     paused = getattr(getattr(updater, "scheduler", None), "_engine_paused", False)
     if updater.is_fully_idle(ignore_waiting=True) if paused else updater.is_fully_idle():
+        # A block that is drafted ahead may still run.
+        torch.get_device_module(updater.tp_worker.model_runner.device).synchronize()
         return original(updater, request)
     return _refused(
         ReleaseMemoryOccupationReqOutput,

@@ -61,6 +61,8 @@ class StepTimer:
         batches = [2**i for i in range(self._most.bit_length()) if 2**i < self._most]
         batches.append(self._most)
         times: dict[tuple[int, int], float] = {}  # by requests and rows; no rows: of a draft
+        for batch in batches:  # for each, Triton compiles kernels anew; this is not timed
+            self._seconds(batch, min(self._shapes.measured(batch)))
         started = time.monotonic()
         # In turn, so that a slow moment does not hit only one forward.
         for batch in batches * REPEATS:

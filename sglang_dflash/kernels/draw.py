@@ -137,7 +137,7 @@ def _above(src, size, least, peak, temperature, columns: tl.constexpr):  # type:
     return tl.sum(count), tl.sum(mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _draw(  # type: ignore[no-untyped-def]
     logits,  # [T, V]
     temperatures,  # [B] float32

@@ -136,7 +136,7 @@ def launch_survival(probabilities: Tensor, kinds: Tensor, table: SurvivalTable) 
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["probabilities"])
 def _survival(  # type: ignore[no-untyped-def]
     probabilities,  # [B, M] float32
     kinds,  # [B] int64
@@ -202,7 +202,10 @@ def launch_learn_survival(
     )
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(
+    do_not_specialize=["requests", "stride", "accepted_stride", "widths_stride"],
+    do_not_specialize_on_alignment=["probabilities", "num_accepted", "widths"],
+)
 def _learn_survival(  # type: ignore[no-untyped-def]
     probabilities,  # [B, M] float32
     kinds,  # [B] int64

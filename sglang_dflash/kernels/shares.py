@@ -36,11 +36,11 @@ def launch_judge_shares(
         requests,
         len(table.temperatures),
         num_accepted.stride(0),
+        sampled.shape[1],
         recent=RECENT,
         recent_of_all=RECENT_OF_ALL,
         group=GROUP,
         size=size,
-        width=sampled.shape[1],
         padded=triton.next_power_of_2(size),
         shares=shares,
         num_warps=4,
@@ -65,7 +65,7 @@ def judge_shares_in_torch(
 
 
 # Triton takes annotations other than tl.constexpr for globals, and refuses them.
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "width", "accepted_stride"])
 def _judge_shares(  # type: ignore[no-untyped-def]
     picks,  # [C, B, N] int64
     sampled,  # [B, w] int64
@@ -76,11 +76,11 @@ def _judge_shares(  # type: ignore[no-untyped-def]
     requests,  # B
     last_row,  # R
     accepted_stride,
+    width,  # w
     recent: tl.constexpr,
     recent_of_all: tl.constexpr,
     group: tl.constexpr,
     size: tl.constexpr,
-    width: tl.constexpr,
     padded: tl.constexpr,
     shares: tl.constexpr,
 ):

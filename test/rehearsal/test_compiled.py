@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from triton.compiler.errors import CompilationError
 
+from sglang_dflash.adaptive.step_times import StepTimer
 from sglang_dflash.kernels import store_kv
 from sglang_dflash.settings.options import VERIFY_WIDTH
 from test.checkpoints import prompt, write_draft, write_target
@@ -30,7 +31,7 @@ ALLOCATION = "srt.mem_cache.triton_ops.allocator:alloc_extend_kernel"
 MASK = "srt.constrained.triton_ops.bitmask_ops:apply_token_bitmask_inplace_kernel"
 HASH = "srt.layers.utils.hash:murmur_hash32_kernel"
 CONTEXT_KV = "sglang_dflash.kernels.store_kv:_store_kv"
-ROWS = ("_survival", "_choose_rows", "_learn_survival")
+SELDOM = ("rows:_survival", "rows:_choose_rows", "rows:_learn_survival", "draw:_draw")
 
 
 @pytest.fixture
@@ -86,14 +87,36 @@ def test_all_that_serving_launches(
     assert expected <= compiled.keys()
 
 
-@pytest.mark.parametrize("backend", ["fa3", "triton"])
-def test_choosing_rows(
+@pytest.mark.parametrize("backend", ["fa3", pytest.param("triton", marks=pytest.mark.full)])
+def test_serving_compiles_nothing(
     small: Path, compiled: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Its kernels are launched at startup, so that no request waits for a compilation."""
+    """After startup and a greedy request, such as SGLang sends itself: all others would wait.
+
+    Nor does a forward that is timed at startup, behind one for each of 1, 2 and 4 requests.
+    """
     monkeypatch.setenv(VERIFY_WIDTH, "auto")
-    with engine(small, backend, cuda_graph_bs=[4]):
-        assert {f"sglang_dflash.kernels.rows:{name}" for name in ROWS} <= compiled.keys()
+    seconds, made_by_each = StepTimer._seconds, []
+
+    def watched(timer: StepTimer, requests: int, rows: int) -> float:
+        before = sum(map(len, compiled.values()))
+        taken = seconds(timer, requests, rows)
+        made_by_each.append(sum(map(len, compiled.values())) - before)
+        return taken
+
+    monkeypatch.setattr(StepTimer, "_seconds", watched)
+    with engine(small, backend, cuda_graph_bs=[1, 2, 4]) as run:
+        assert all(made_by_each[1:3])
+        assert not any(made_by_each[3:])
+        run.generate(prompt(1, 9), **STEP)
+        before = {name: set(made) for name, made in compiled.items()}
+        assert {f"sglang_dflash.kernels.{name}" for name in SELDOM} <= before.keys()
+        for kind in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 5}):
+            for count in (4, 3, 1):
+                reqs = [run.add(prompt(i, 9 + i), **STEP | kind) for i in range(count)]
+                run.run(*reqs)
+    ours = {name: made for name, made in compiled.items() if name.startswith("sglang_dflash.")}
+    assert ours == {name: made for name, made in before.items() if name in ours}
 
 
 def test_an_annotated_argument_is_refused(

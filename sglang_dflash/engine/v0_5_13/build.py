@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.layers.dp_attention import get_attention_tp_rank
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
@@ -20,6 +21,7 @@ from sglang_dflash.engine.draft_rules import check_loaded_head
 from sglang_dflash.engine.refusals import longest_request
 from sglang_dflash.engine.v0_5_13.draft_worker import make_draft_worker
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.first_launches import launch_draws
 from sglang_dflash.logits.logprobs import SGLangLogprobs
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.model.context_kv import ContextKV
@@ -106,6 +108,8 @@ def build_worker(
     logprobs = SGLangLogprobs(target.sampler)
     sampler = TargetSampler(noise, rules, kernels)
     graphs = _verify_graphs(server_args, options, target)
+    vocab_size, dtypes = target.model_config.vocab_size, {torch.float32, target.dtype}
+    launch_draws(kernels, noise.table, vocab_size, options.block_size, dtypes, graphs.ragged)
     verifier = Verifier(target_worker, sampler, noise, rules, graphs, kernels, clock)
     verify_width: VerifyWidth = FixedWidth(options.verify_widths[0])
     if len(options.verify_widths) > 1 and server_args.disaggregation_mode != "prefill":

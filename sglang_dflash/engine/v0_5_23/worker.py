@@ -25,6 +25,7 @@ from sglang_dflash.engine.v0_5_23.history import output_before_anchors
 from sglang_dflash.engine.v0_5_23.report import keep_by_token, keep_drafts
 from sglang_dflash.engine.v0_5_23.sampling import FirstTokenSampler, OwnPenalties, penalised
 from sglang_dflash.kernels import Kernels
+from sglang_dflash.kernels.first_launches import launch_draws
 from sglang_dflash.logits.rules import RequestedRules
 from sglang_dflash.method.block import Block
 from sglang_dflash.model.context_kv import ContextKV
@@ -87,6 +88,12 @@ class DFlashWorker(DFlashWorkerV2):
         queues_work = self.device != "cpu"
         self._context_kv = ContextKV(self.draft_model, pool, self._kernels, queues_work)
         runner.dflash_new_weights = NewWeights(self.draft_model, self._context_kv)
+
+    def prewarm_sampling(self) -> Any:
+        vocab_size, dtypes = self.model_config.vocab_size, [torch.float32]
+        table = self._noise.table
+        launch_draws(self._kernels, table, vocab_size, self.block_size, dtypes, ragged=False)
+        return super().prewarm_sampling()
 
     def forward_batch_generation(
         self,

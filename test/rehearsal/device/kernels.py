@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction
 from test.rehearsal.device import memory
 
 HOPPER = GPUTarget("cuda", 90, 32)
-COMPILED: dict[str, set[str]] | None = None  # if a dict, kernels are compiled: name to kinds
+# If a dict, kernels are compiled: name to kinds of pointers, each with the hash of what is made.
+COMPILED: dict[str, set[str]] | None = None
 
 
 class Driver(DriverBase):
@@ -146,7 +147,7 @@ def _compile(kernel: JITFunction, name: str, args: Any, kwargs: Any) -> None:
     made = _jit_run(kernel, *args, grid=None, warmup=True, **kwargs)
     assert made.asm["cubin"]
     kinds = (f"{name}: {kind}" for name, kind in made.src.signature.items() if kind[0] == "*")
-    COMPILED.setdefault(name, set()).add(", ".join(kinds))
+    COMPILED.setdefault(name, set()).add(f"{', '.join(kinds)} ({made.hash})")
 
 
 _jit_run = JITFunction.run
