@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
+
+from sglang_dflash.step.copies import to_device
 
 
 def follows_drafts(req: Req) -> bool:
@@ -102,7 +103,7 @@ def _mask_alike(
         _walk(reqs[i].grammar, tokens, mask, row)
         row += len(tokens)
     every = len(rows) == len(logits)
-    index = slice(None) if every else torch.tensor(rows, device=logits.device)
+    index = slice(None) if every else to_device(rows, logits.device)
     # SGLang's kernel takes the width of a row for its stride, so the rows must be adjacent.
     dense = logits.contiguous() if every else logits[index]
     first.apply_vocab_mask(logits=dense, vocab_mask=first.move_vocab_mask(mask, info.device))

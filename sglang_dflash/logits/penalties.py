@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROWS_AT_ONCE = 128  # of logits
+
 
 @dataclass(frozen=True)
 class Penalties:
@@ -47,7 +49,9 @@ class Penalties:
             logits.sub_(self.presence[:, None] * (counts > 0))
         if self.repetition is not None:
             factor = torch.where(counts > 0, self.repetition[:, None], 1.0)
-            logits.copy_(torch.where(logits < 0, logits * factor, logits / factor))
+            some = max(1, ROWS_AT_ONCE // logits.shape[1])  # a whole batch would fill the memory
+            for own, by in zip(logits.split(some), factor.split(some), strict=True):
+                own.copy_(torch.where(own < 0, own * by, own / by))
 
 
 @dataclass(frozen=True)

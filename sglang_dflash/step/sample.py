@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_dflash.kernels import Kernels
 from sglang_dflash.kernels.draw import Sampling
 from sglang_dflash.method.block import Block
+from sglang_dflash.step.copies import to_device
 from sglang_dflash.step.noise import Noise, has_filter, is_sampled
 
 
@@ -149,7 +150,7 @@ def draw_seeded(
     """
     sampled = torch.zeros_like(positions)
     for mask, sort in ((~filtered, False), (filtered, True)):
-        at = mask.nonzero().squeeze(1).to(probs.device)
+        at = to_device(mask.nonzero().flatten().tolist(), probs.device)
         if len(at) == 0:
             continue
         seed, position = info.sampling_seed[at], positions[at]

@@ -111,7 +111,8 @@ def test_serving_compiles_nothing(
         run.generate(prompt(1, 9), **STEP)
         before = {name: set(made) for name, made in compiled.items()}
         assert {f"sglang_dflash.kernels.{name}" for name in SELDOM} <= before.keys()
-        for kind in ({}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 5}):
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 5}]
+        for kind in kinds:
             for count in (4, 3, 1):
                 reqs = [run.add(prompt(i, 9 + i), **STEP | kind) for i in range(count)]
                 run.run(*reqs)

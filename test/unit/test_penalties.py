@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.logits.penalties import Bans, Penalties
+from sglang_dflash.logits.penalties import ROWS_AT_ONCE, Bans, Penalties
 
 VOCAB = 7
 
@@ -96,3 +96,18 @@ def test_dtype_is_kept(block: torch.Tensor | None) -> None:
     logits = torch.randn(1, 1 if block is None else 3, VOCAB, dtype=torch.bfloat16)
     penalties([1, 2], 0.5, 0.1, 1.2).apply(logits, block)
     assert logits.dtype == torch.bfloat16
+
+
+def test_many_requests_are_penalised_in_parts() -> None:
+    """Each by its own factor, as if it were alone."""
+    requests, width = 2 * ROWS_AT_ONCE // 5 + 3, 5
+    logits = torch.randn(requests, width, VOCAB, generator=torch.Generator().manual_seed(1))
+    blocks = torch.arange(requests * width).view(requests, width) % VOCAB
+    counts = torch.arange(requests * VOCAB, dtype=torch.int32).view(requests, VOCAB) % 3
+    factors = 1 + torch.arange(requests)[:, None] / 10
+    together = logits.clone()
+    Penalties(counts, repetition=factors).apply(together, blocks)
+    for i in range(requests):
+        alone, one = logits[i : i + 1].clone(), slice(i, i + 1)
+        Penalties(counts[one], repetition=factors[one]).apply(alone, blocks[one])
+        assert torch.equal(alone[0], together[i])

@@ -56,6 +56,15 @@ def test_what_is_set() -> None:
     assert not served.disable_overlap_schedule
 
 
+def test_the_draft_has_the_targets_dtype(tmp_path: Path) -> None:
+    """SGLang reads `auto` as each model's own: here float16 and bfloat16."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float16"}))
+    assert resolved(tmp_path / "target").dtype == "float16"
+    assert resolved(tmp_path / "target", dtype="bfloat16").dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_shorter_block(size: int) -> None:
     assert resolved(speculative_dflash_block_size=size).dflash.block_size == size

@@ -177,7 +177,8 @@ def rows_for_two_blocks(extra: int) -> int:
     SGLang makes rows as wide for larger pages only. Near the end of the context, it then writes
     slots of a request into the row of the next one.
     """
-    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+    reserved: int = get_alloc_reserve_per_decode() + get_alloc_page_size() - 1
+    return max(extra, reserved)
 
 
 def room_for_two_blocks(original: Callable[..., Any], *, model_runner: Any, **given: Any) -> Any:

@@ -37,6 +37,8 @@ def handle_dflash(server_args: Any) -> None:
     with flags_given(getattr(server_args, "dflash_flags", NO_FLAGS)):
         refuse(rules.OWN_FLAGS, Facts(arguments))
         every_release.serve_draft(arguments)
+    # SGLang reads `auto` as each model's own, and the draft computes with the target's states.
+    arguments.dtype = str(arguments.get_model_config().dtype).removeprefix("torch.")
     arguments.speculative_draft_kv_cache_dtype = "auto"  # never the target's FP8
     arguments.enable_draft_weights_cpu_backup = arguments.enable_memory_saver
 

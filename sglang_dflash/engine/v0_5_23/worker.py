@@ -248,7 +248,14 @@ class DFlashWorker(DFlashWorkerV2):
         """The draft's forward embeds its masks."""
 
     def _cache_full_embed_weight(self) -> None:
-        """The draft's forward embeds its tokens."""
+        """The draft's forward embeds its tokens, and reads no embeddings of the worker.
+
+        The worker looks them up all the same: in a table of one zero, of the draft's hidden size.
+        The target's would cost an all-reduce, and may be of another size than the graph's buffer.
+        """
+        zero = torch.zeros(1, dtype=self.draft_model_runner.dtype, device=self.device)
+        sizes = self.model_config.vocab_size, self.draft_model.dflash.hidden_size
+        self._full_embed_gpu = zero.expand(*sizes)
 
     def _init_fused_kv_helper(self) -> None:
         """`ContextKV` writes context KV."""
