@@ -43,8 +43,11 @@ def accept_by_grammar(original: Callable[..., Any], processor: Any, req: Any, to
 def states_up_to_the_end(
     original: Callable[..., None], *, req: Any, hidden_states: Any, start: int, accept_len: int
 ) -> None:
-    """AROUND `_append_decode_hidden_states`: a request gets those of its tokens, and no others."""
-    if req.finished_len is not None:
+    """AROUND `_append_decode_hidden_states`: a request gets those of its tokens, and no others.
+
+    Of the last one alone, SGLang itself looks for the end.
+    """
+    if req.finished_len is not None and req.return_hidden_states != "last":
         accept_len -= max(0, len(req.output_ids) - req.finished_len)
     original(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
@@ -75,6 +78,22 @@ def _finish(original: Callable[..., None], req: Any, new_accepted_len: int) -> N
         original(req, new_accepted_len)
     if late not in (None, ENDED, FOLLOWED) and not req.finished():
         req.to_finish = late
+
+
+def forget_behind_the_end(session: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `Session.create_req`: a turn goes on from the answer that its client has got.
+
+    SGLang goes on from all tokens that the last step committed.
+    """
+    for node in session.req_nodes.values():
+        if node.req.finished():
+            node.req.output_ids = node.req.output_ids_through_stop
+
+
+def known_kv_len(length: int, req: Any) -> int:
+    """AFTER `Req.owned_kv_len`: without speculation, the KV of the last token is not computed."""
+    known = len(req.origin_input_ids) + max(0, len(req.output_ids_through_stop) - 1)
+    return length if req.finished_len is None else min(length, known)
 
 
 def keep_known_kv(original: Callable[..., bool], sessions: Any, req: Any) -> bool:

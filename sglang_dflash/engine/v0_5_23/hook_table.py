@@ -107,6 +107,39 @@ DFLASH_HOOKS = (
         "of several ends in a block, SGLang does not take the first",
         process_serves_dflash,
     ),
+    *(
+        Hook(
+            "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+            f".{name}",
+            "AROUND",
+            "engine.v0_5_23.logprobs:own_prompt",
+            "with a retracted request in the batch, a prompt gets the logprobs of another",
+            process_serves_dflash,
+        )
+        for name in ("_apply_prefill_logprobs", "_apply_chunked_prefill_logprobs")
+    ),
+    Hook(
+        "managers.scheduler_components.logprob_result_processor.SchedulerLogprobResultProcessor"
+        ".add_logprob_return_values",
+        "AROUND",
+        "engine.v0_5_23.logprobs:no_token",
+        "with speculation, a request that only scores its prompt gets the logprob of a token",
+        process_serves_dflash,
+    ),
+    Hook(
+        "session.session_controller.Session.create_req",
+        "BEFORE",
+        "engine.v0_5_23.finish:forget_behind_the_end",
+        "the next turn of a session begins with tokens behind the end of the last answer",
+        process_serves_dflash,
+    ),
+    Hook(
+        "managers.schedule_batch.Req.owned_kv_len",
+        "AFTER",
+        "engine.v0_5_23.finish:known_kv_len",
+        "a later prompt would count one token more as cached than without speculation",
+        process_serves_dflash,
+    ),
     Hook(
         "session.streaming_session.StreamingSession.try_cache_finished_req",
         "AROUND",

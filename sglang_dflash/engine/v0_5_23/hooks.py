@@ -41,6 +41,8 @@ def validate_request(_: Any, req: Any, enable_overlap: bool) -> str | None:
     """AROUND `validate_dflash_request`: why a request cannot be served exactly, or None."""
     if req.return_sampling_mask:
         return "return_sampling_mask is not served with DFLASH. Leave it out."
+    if req.token_indices_to_pool is not None:
+        return "score_extraction_token is not served with DFLASH. Leave it out."
     return hooks.validate_request(req)
 
 

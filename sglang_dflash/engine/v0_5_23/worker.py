@@ -120,6 +120,10 @@ class DFlashWorker(DFlashWorkerV2):
         if batch.return_logprob and info.is_any_greedy:  # SGLang scales these if others are sampled
             info.temperatures = info.temperatures.where(info.top_ks[:, None] > 1, 1.0)
         if extend:
+            if batch.return_logprob:  # SGLang scales none of requests that take no token
+                scores = [req.sampling_params.max_new_tokens == 0 for req in batch.reqs]
+                of_one = to_device(scores, info.temperatures.device, torch.bool)[:, None]
+                info.temperatures = info.temperatures.where(~of_one, 1.0)
             self._noise.begin(batch.reqs, batch.req_pool_indices)
             self._first.asked = self._asked
             info.acc_additive_penalties = info.acc_scaling_penalties = None
@@ -132,7 +136,8 @@ class DFlashWorker(DFlashWorkerV2):
         if not extend:
             keep_drafts(result, batch.reqs, self._candidates)
         if self._final_states is not None:
-            result.logits_output.hidden_states = self._final_states[_rows_of_states(batch)]
+            rows = _rows_of_states(batch) if extend else slice(None)
+            result.logits_output.hidden_states = self._final_states[rows]
         return result
 
     def _accept_block(
@@ -280,9 +285,9 @@ def _not_acceptable(
 
 
 def _rows_of_states(batch: ScheduleBatch) -> Any:
-    """The tokens of a step whose hidden states SGLang expects: all, or each prompt's last."""
+    """The tokens of a prefill whose hidden states SGLang expects: all, or each prompt's last."""
     mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
-    if mode.is_full() or not batch.forward_mode.is_extend():
+    if mode.is_full():
         return slice(None)
     return [end - 1 for end in accumulate(batch.extend_lens)]
 
