@@ -89,7 +89,11 @@ def serve_draft(server_args: Any) -> DraftFacts:
     server_args.speculative_draft_attention_backend = draft_rules.draft_backend(facts)
     refusals.check_target(facts)
     refusals.check_draft(facts)
-    server_args.speculative_draft_model_quantization = draft.quantization_method
+    method = draft.quantization_method
+    half = str(server_args.get_model_config().dtype) == "torch.float16"
+    if method in ("awq", "gptq") and not half:
+        method = None  # SGLang's kernels of that name need float16; by itself it takes Marlin's
+    server_args.speculative_draft_model_quantization = method
     server_args.dflash = chosen = Options.read(server_args)  # or refuse; processes get it by pickle
     if server_args.max_total_tokens is not None:  # else the worker refuses what memory allows
         page_size = server_args.page_size or 1

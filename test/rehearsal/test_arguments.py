@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import server_args as sglang_args
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization import get_quantization_config
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.engine.v0_5_13 import draft_worker
@@ -17,8 +19,10 @@ from sglang_dflash.errors import Refusal
 from sglang_dflash.settings import platforms
 from sglang_dflash.settings.options import DRAFT_AHEAD, FEATURES, VERIFY_WIDTH, Options
 from sglang_dflash.targets import kv_dtype
+from sglang_dflash.tiny import TARGET
 from test.arguments import arguments
 from test.checkpoints import BLOCK, LAYERS, write_draft
+from test.gpu.test_quantised import METHODS, write_pair
 from test.rehearsal.mutation import mutate
 from test.rehearsal.serving import small_draft
 from test.rehearsal.targets import KINDS, write_kind
@@ -122,6 +126,19 @@ def check_arguments(target: str, draft: str, expected: dict[str, Any], **given: 
     }
     assert_same(of_the_draft, wanted)
     assert not args.disable_cuda_graph  # the draft has a copy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
+def test_kernels_of_a_quantised_draft(tmp_path: Path, method: str, dtype: str) -> None:
+    """They know the target's dtype, which is the draft's."""
+    quantised, _ = write_pair(tmp_path, method)
+    args = arguments(str(TARGET), str(quantised), dtype=dtype)
+    config = ModelConfig.from_server_args(
+        args, model_path=args.speculative_draft_model_path, is_draft_model=True
+    )
+    kernels = get_quantization_config(config.quantization).from_config(METHODS[method][1])
+    assert getattr(torch, dtype) in kernels.get_supported_act_dtypes()
 
 
 def check_refusal(words: list[str], target: str, draft: str, **given: Any) -> None:
