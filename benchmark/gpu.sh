@@ -163,16 +163,22 @@ stage_hybrid() { # recurrent states: in graphs, behind prefix hits, and for narr
   local pair="$work/hybrid" started=() each failed=0
   "$PYTHON" -m training.hybrid --out "$pair" || return 1
   pair=(--model "$pair/target" --draft "$pair/draft")
-  exact hybrid_fa3 "${pair[@]}" $(backend fa3) & started+=($!)
-  exact hybrid_flashinfer "${pair[@]}" $(backend flashinfer) --verify-width 5 & started+=($!)
+  # Else each server takes half of the free memory for recurrent states.
+  local states="--server-flags=--max-mamba-cache-size 128"
+  exact hybrid_fa3 "${pair[@]}" $(backend fa3) "$states" & started+=($!)
+  exact hybrid_flashinfer "${pair[@]}" $(backend flashinfer) --verify-width 5 "$states" & started+=($!)
   exact hybrid_triton "${pair[@]}" $(backend triton) --server-flags=--disable-radix-cache & started+=($!)
   for each in "${started[@]}"; do wait "$each" || failed=1; done
-  part 400 hybrid "$PYTHON" -m benchmark.sweep --sides none,ours "${pair[@]}" --mix \
+  if [ -z "${DRY_RUN:-}" ]; then # refused on a CPU
+    exact hybrid_intervals "${pair[@]}" $(backend fa3) --page-size 64 \
+      "$states --mamba-scheduler-strategy extra_buffer --mamba-track-interval 64" || failed=1
+  fi
+  part 400 hybrid "$PYTHON" -m benchmark.sweep --sides none,ours "${pair[@]}" "$states" --mix \
     --max-total-tokens 32768 "${load[@]}" $(backend fa3) --out "$OUT/hybrid.json" || failed=1
   return $failed
 }
 stage_quantised() {
-  part 300 quantised "$PYTHON" -m pytest -q -p no:cacheprovider test/gpu/test_quantised.py
+  part 450 quantised "$PYTHON" -m pytest -q -p no:cacheprovider -n 3 test/gpu/test_quantised.py
 }
 
 stages=("${@:-kernels}")

@@ -99,11 +99,11 @@ def write_with_added_tokens(path: Path, words: Sequence[str], unnamed: int = 0) 
     return path
 
 
-def write_latent_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
+def write_latent_pair(folder: Path, head_dim: int = 32, **changes: Any) -> tuple[Path, Path]:
     """folder/target, a random DeepSeek V3 with the bundled tokenizer, and folder/draft.
 
-    It has experts, and YaRN. The draft is random, too, so few of its tokens are right. `changes`
-    are of the target's config.
+    It has experts, and YaRN. The draft is random, too, so few of its tokens are right. head_dim:
+    the draft's; `changes` are of the target's config.
     """
     torch.manual_seed(0)
     config = json.loads((TARGET / "config.json").read_text())
@@ -141,7 +141,7 @@ def write_latent_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
         shutil.copyfile(TARGET / name, target / name)
     method = {"mask_token_id": 1, "target_layer_ids": [0, 2]}
     shared = {"vocab_size": config["vocab_size"], "max_position_embeddings": 2048}
-    drafts = draft_config(**shared, dflash_config=method)
+    drafts = draft_config(**shared, head_dim=head_dim, dflash_config=method)
     return target, write_draft(folder / "draft", drafts, draft_weights(drafts))
 
 

@@ -35,7 +35,7 @@ def alike(ours: Any, theirs: Any) -> int:
 def test_answers(tmp_path: Path, backend: str, graphs: bool, experts: bool) -> None:
     """A random target. Drafts are forced, of which 0 to 7 are right."""
     dense = {} if experts else {"first_k_dense_replace": LAYERS}
-    pair = write_latent_pair(tmp_path, **SIZES, **dense)
+    pair = write_latent_pair(tmp_path, head_dim=128, **SIZES, **dense)
     ids = prompts(5)
     flags: dict[str, Any] = {"attention_backend": backend, "disable_cuda_graph": not graphs}
     with engine(draft=False, pair=pair, **flags) as run:
