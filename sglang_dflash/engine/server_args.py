@@ -90,8 +90,7 @@ def serve_draft(server_args: Any) -> DraftFacts:
     refusals.check_target(facts)
     refusals.check_draft(facts)
     method = draft.quantization_method
-    half = str(server_args.get_model_config().dtype) == "torch.float16"
-    if method in ("awq", "gptq") and not half:
+    if method in ("awq", "gptq") and str(server_args.get_model_config().dtype) != "torch.float16":
         method = None  # SGLang's kernels of that name need float16; by itself it takes Marlin's
     server_args.speculative_draft_model_quantization = method
     server_args.dflash = chosen = Options.read(server_args)  # or refuse; processes get it by pickle

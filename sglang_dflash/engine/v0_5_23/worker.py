@@ -120,10 +120,10 @@ class DFlashWorker(DFlashWorkerV2):
         if batch.return_logprob and info.is_any_greedy:  # SGLang scales these if others are sampled
             info.temperatures = info.temperatures.where(info.top_ks[:, None] > 1, 1.0)
         if extend:
-            if batch.return_logprob:  # SGLang scales none of requests that take no token
-                scores = [req.sampling_params.max_new_tokens == 0 for req in batch.reqs]
-                of_one = to_device(scores, info.temperatures.device, torch.bool)[:, None]
-                info.temperatures = info.temperatures.where(~of_one, 1.0)
+            takes = [req.sampling_params.max_new_tokens > 0 for req in batch.reqs]
+            if not all(takes):  # SGLang does not scale logits of which no token is drawn
+                of_token = to_device(takes, info.temperatures.device, torch.bool)[:, None]
+                info.temperatures = info.temperatures.where(of_token, 1.0)
             self._noise.begin(batch.reqs, batch.req_pool_indices)
             self._first.asked = self._asked
             info.acc_additive_penalties = info.acc_scaling_penalties = None
