@@ -18,6 +18,7 @@ import torch
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
+    BaseReq,
     ExpertDistributionReq,
     InitWeightsSendGroupForRemoteInstanceReqInput,
     PauseGenerationReqInput,
@@ -94,6 +95,15 @@ def answer_health_checks(scheduler: Any, *_: Any, **__: Any) -> None:
     """
     while scheduler.return_health_check_ipcs:
         scheduler.maybe_send_health_check_signal()
+
+
+def answer_aborted(_: Any, output: Any, asked: Any = None) -> None:
+    """BEFORE `SenderWrapper.send_output`: to the HTTP process of a request that the queue drops.
+
+    SGLang finds it for answers to other messages alone. SGLang 0.5.23 finds it here, too.
+    """
+    if isinstance(output, BaseReq) and output.http_worker_ipc is None:
+        output.http_worker_ipc = getattr(asked, "http_worker_ipc", None)
 
 
 def drop_finished(scheduler: Any, *_: Any, **__: Any) -> None:

@@ -268,6 +268,12 @@ ROWS_OF: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "a health check right after an answer fails 20 s later",
         ),
         (
+            "managers.scheduler_components.output_sender.SenderWrapper.send_output",
+            "BEFORE",
+            "control:answer_aborted",
+            "with several HTTP processes, SGLang never answers a request that its queue drops",
+        ),
+        (
             "managers.scheduler.Scheduler.flush_cache",
             "BEFORE",
             "control:drop_finished",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+import requests
 
 from sglang_dflash.tiny.prompts import held_out
 from sglang_dflash.tools.launch import START_SECONDS
@@ -34,7 +36,8 @@ pytestmark = pytest.mark.ci
     params=[pytest.param("HTTP/1.1", marks=pytest.mark.full), "HTTP/2", "two detokenizers"],
 )
 def server(request: pytest.FixtureRequest) -> Iterator[Client]:
-    flags = *WAYS[request.param], "--enable-metrics"
+    few = "--max-running-requests", "4"  # so that others wait
+    flags = *WAYS[request.param], *few, "--enable-metrics"
     with running(*flags, dflash=True) as client:
         yield client
 
@@ -110,6 +113,22 @@ def test_every_process_shows_steps(http: httpx.Client) -> None:
         body = {"text": PROMPTS[0], "return_logprob": True, "sampling_params": params}
         meta = http.post("/generate", json=body).json()["meta_info"]
         assert len(meta["spec_steps"]) == meta["spec_verify_ct"] > 0
+
+
+def test_a_request_that_the_queue_drops_is_answered(server: Client) -> None:
+    long = [server.stream("def f(", max_new_tokens=4_000, ignore_eos=True) for _ in range(4)]
+    for answers in long:
+        next(answers)
+    body = {"rid": "waits", "text": "x"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=60)
+        while not waiting.done():
+            server.post("/abort_request", {"rid": "waits"})
+            time.sleep(0.2)
+    assert waiting.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    for answers in long:
+        answers.close()  # type: ignore[attr-defined]
+    server.flush()
 
 
 def test_no_request_is_an_error_of_the_server(server: Client) -> None:
