@@ -112,6 +112,7 @@ class ForkedServer(Server):
 
 
 def _main(socket: str, module: str) -> None:
+    setproctitle.getproctitle()  # it finds its memory beside the first environment
     with Listener(socket, backlog=64) as listener:
         os.write(1, b"listening\n")
         os.dup2(2, 1)  # where an import may print
@@ -123,7 +124,6 @@ def _main(socket: str, module: str) -> None:
 
 
 def _fork(function: Callable[..., Any], log: str, arguments: dict[str, Any]) -> int:
-    setproctitle.getproctitle()  # it finds its memory beside the first environment
     return os.fork() or _forked(function, log, arguments)
 
 

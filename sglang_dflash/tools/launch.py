@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,16 @@ KEEP_LOGS = "DFLASH_KEEP_LOGS"  # environment
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
 SECOND_PORT = 10_000  # SGLang also listens on the first port plus this
+OF_DP_ATTENTION = 13, *range(233, 240)  # and on the first port plus these
 PORTS = range(12_000, 22_000)  # both are below the ports of outgoing connections
 # SGLang seeds the common generator of `random` with the same value in every process.
 _untried = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
+_taken: set[int] = set()
 _leases: int | None = None  # kept open: a lock lasts as long as its process
 
 
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now, and so is its second port.
+def free_port(further: Iterable[int] = ()) -> int:
+    """A TCP port on 127.0.0.1 that is free now. So are its second port and the port plus `further`.
 
     A server binds its ports long after they are chosen. So each chosen port is a locked byte of a
     file that all processes share. While this process runs, this function returns the port to no
@@ -44,10 +46,15 @@ def free_port() -> int:
         file = Path(tempfile.gettempdir(), f"sglang-dflash-ports-{os.getuid()}")
         _leases = os.open(file, os.O_RDWR | os.O_CREAT)
     for port in _untried:
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            fcntl.lockf(_leases, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + SECOND_PORT))
+        ports = {port, *(port + more for more in further)}
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
+            if ports & _taken:  # a lock keeps only other processes out
+                continue
+            for each in ports:
+                fcntl.lockf(_leases, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, each)
+            for each in (*ports, port + SECOND_PORT):
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", each))
+            _taken.update(ports)
             return port
     raise OSError(f"No free port between {PORTS.start} and {PORTS.stop}.")
 
@@ -96,7 +103,8 @@ class Server:
         command: Sequence[str] = LAUNCH,
         port: int | None = None,
     ) -> None:
-        self.port = port or free_port()
+        further = OF_DP_ATTENTION if "--enable-dp-attention" in arguments else ()
+        self.port = port or free_port(further)
         scheme = "https" if "--ssl-certfile" in arguments else "http"
         self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._waiting = waiting

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
 
-from sglang_dflash.tools.launch import Server, free_port
+from sglang_dflash.tools import launch
+from sglang_dflash.tools.launch import OF_DP_ATTENTION, PORTS, Server, free_port
 
 IN_A_FINALISER = """
 import os, signal, sys, time, weakref
@@ -57,6 +59,20 @@ def test_no_two_processes_are_given_one_port() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) != port
+
+
+def test_no_port_is_another_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang finds these itself, `PortArgs.init_new` the last, and ends if one is in use."""
+    last = ZMQ_TCP_PORT_DELTA + 6
+    assert {DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA, last} <= {*OF_DP_ATTENTION}
+    server = free_port(OF_DP_ATTENTION)
+    others = [server + more for more in OF_DP_ATTENTION]
+    monkeypatch.setattr(launch, "_untried", iter([*others, *PORTS]))
+    given = free_port()
+    assert given not in others
+    below = [given - more for more in OF_DP_ATTENTION]
+    monkeypatch.setattr(launch, "_untried", iter([*below, *PORTS]))
+    assert free_port(OF_DP_ATTENTION) not in below
 
 
 WITH_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
