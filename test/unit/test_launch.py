@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
 
 from sglang_dflash.tools import launch
 from sglang_dflash.tools.launch import OF_DP_ATTENTION, PORTS, Server, free_port
@@ -62,9 +61,7 @@ def test_no_two_processes_are_given_one_port() -> None:
 
 
 def test_no_port_is_another_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang finds these itself, `PortArgs.init_new` the last, and ends if one is in use."""
-    last = ZMQ_TCP_PORT_DELTA + 6
-    assert {DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA, last} <= {*OF_DP_ATTENTION}
+    """SGLang finds these itself, and ends if one is in use."""
     server = free_port(OF_DP_ATTENTION)
     others = [server + more for more in OF_DP_ATTENTION]
     monkeypatch.setattr(launch, "_untried", iter([*others, *PORTS]))
@@ -73,6 +70,15 @@ def test_no_port_is_another_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> 
     below = [given - more for more in OF_DP_ATTENTION]
     monkeypatch.setattr(launch, "_untried", iter([*below, *PORTS]))
     assert free_port(OF_DP_ATTENTION) not in below
+
+
+@pytest.mark.sglang
+def test_the_ports_of_dp_attention_are_those_of_sglang() -> None:
+    """`PortArgs.init_new` takes seven in a row."""
+    from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
+
+    row = range(ZMQ_TCP_PORT_DELTA, ZMQ_TCP_PORT_DELTA + 7)
+    assert (DP_ATTENTION_HANDSHAKE_PORT_DELTA, *row) == OF_DP_ATTENTION
 
 
 WITH_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
